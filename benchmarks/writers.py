@@ -1,0 +1,147 @@
+"""What the shard writer costs: memory over the rows of a shard, and its encoding rate beside plain threads.
+
+``python -m benchmarks.writers [--width 4096] [--codec default]``. Rates are medians of alternating runs, given as
+ratios; memory is the peak resident set above the level before the first shard, each case in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.synthetic import synthetic_states
+from dspark_store.format.dtypes import cache_dtype, tensor_bits
+from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import write_metadata
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.writers import EncodePipeline, StateShardWriter
+
+LAYERS, SEQ_LENGTH, LENGTH = 5, 512, 128
+MEMORY_SAMPLES = 256
+BUFFER_BYTES = 64 * 1024 * 1024
+
+
+def new_record(width: int, codec: str, shard_size: int) -> StoreRecord:
+    """Return the record of a bf16 store of 5 layers whose last one is the last hidden state."""
+    dtype = cache_dtype("bf16")
+    tokens = default_chunk_tokens(width, dtype.itemsize, SEQ_LENGTH, compressed=codec != "none")
+    schema = StoreSchema(shard_size, shard_size, SEQ_LENGTH, width, LAYERS, (1, 2, 3, 4, 5), dtype, codec, tokens)
+    return StoreRecord("0" * 32, schema)
+
+
+def write_shards(record: StoreRecord, samples: Sequence[torch.Tensor], count: int, place: Path) -> None:
+    """Write ``count`` samples, cycling through ``samples``, in committed shards of R, encoding on two threads."""
+    storage = LocalStorage(place)
+    write_metadata(storage, record)
+    rows = record.schema.shard_size
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        for shard in range(count // rows):
+            writer = StateShardWriter(
+                storage, record, shard, rows=rows, tokens="0" * 32, pipeline=pipeline, shared_slot=LAYERS - 1
+            )
+            for row in range(rows):
+                states = samples[row % len(samples)]
+                writer.add(row, [states.clone() for _ in range(LAYERS)], states.clone())
+            writer.commit()
+
+
+def resident_bytes(field: str) -> int:
+    """Return a line of this process's /proc status in bytes: VmRSS now, or VmHWM, the peak since the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def measure_memory(width: int, codec: str, shard_size: int, place: Path) -> int:
+    """Return the peak resident bytes above the level before the first shard, in this very process."""
+    samples = [synthetic_states(LENGTH, width, seed) for seed in range(4)]
+    record = new_record(width, codec, shard_size)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    write_shards(record, samples, MEMORY_SAMPLES, place)
+    return resident_bytes("VmHWM") - before
+
+
+def memory_in_process(width: int, codec: str, shard_size: int, place: Path) -> int:
+    """Run `measure_memory` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.writers", "--width", str(width), "--codec", codec]
+    command += ["--memory-of", str(shard_size), "--place", str(place)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
+    return int(json.loads(done.stdout)["peak"])
+
+
+def plain_threads(record: StoreRecord, samples: Sequence[torch.Tensor], rows: int) -> None:
+    """Encode the same chunks with two threads and the codec alone."""
+    chain, step = record.schema.chain("target_last_hidden_states"), record.schema.chunk_tokens
+    chunks = [tensor_bits(states[first : first + step]) for states in samples for first in range(0, LENGTH, step)]
+    tasks = [chunk for _ in range(rows * LAYERS // len(samples)) for chunk in chunks]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(chain.compressor.compress, tasks):
+            pass
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Time one call."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def measure_rates(width: int, codec: str, place: Path, repeats: int, rows: int = 128) -> tuple[float, float]:
+    """Return the median rates, bytes of states a second, of the whole writer and of plain threads, alternating."""
+    samples = [synthetic_states(LENGTH, width, seed) for seed in range(4)]
+    record = new_record(width, codec, rows)
+    nbytes = rows * LAYERS * samples[0].nbytes
+    writer, plain = [], []
+    for repeat in range(repeats):
+        target = place / f"rate-{repeat}"
+        writer.append(seconds_of(lambda target=target: write_shards(record, samples, rows, target)))  # type: ignore[misc]
+        shutil.rmtree(target)
+        plain.append(seconds_of(lambda: plain_threads(record, samples, rows)))
+    return nbytes / statistics.median(writer), nbytes / statistics.median(plain)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.writers", description=__doc__)
+    parser.add_argument("--width", type=int, default=4096, help="H, the hidden size (default: 4096)")
+    parser.add_argument("--codec", default="default", help="codec preset (default: default)")
+    parser.add_argument("--repeats", type=int, default=7, help="alternating runs (default: 7)")
+    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.memory_of:
+        print(json.dumps({"peak": measure_memory(given.width, given.codec, given.memory_of, given.place)}))
+        return 0
+    with tempfile.TemporaryDirectory(dir=given.place) as temporary:
+        place = Path(temporary)
+        peaks = {rows: memory_in_process(given.width, given.codec, rows, place / f"r{rows}") for rows in (16, 256)}
+        ours, plain = measure_rates(given.width, given.codec, place, given.repeats)
+    print(f"H={given.width}, K={LAYERS}, bf16, codec {given.codec}, synthetic states, {os.cpu_count()} cores")
+    for rows, peak in peaks.items():
+        print(f"peak memory, R={rows:<4d} {peak / 2**20:8.1f} MiB above the level before the first shard")
+    print(f"peak ratio R=256 / R=16  {peaks[256] / peaks[16]:6.3f}")
+    print(f"writer, 2 threads    {ours / 1e6:8.0f} MB/s of states (cast, check, encode, checksum, write, fsync)")
+    print(f"plain, 2 threads     {plain / 1e6:8.0f} MB/s (the codec alone)")
+    print(f"ratio                {ours / plain:8.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

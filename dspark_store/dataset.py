@@ -1,0 +1,88 @@
+"""The interface of NeMo Automodel's DSpark offline cache, on this format: its reading half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from dspark_store.automodel import ensure_manifest_complete, existing_shard_indices, read_manifest
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.metadata import read_record
+from dspark_store.format.storage import LocalStorage
+from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.readers.weights import read_weights
+
+
+class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples of a finished store, for a torch DataLoader.
+
+    An item is what `Cache` gives: four keys, padded to S. Raises FileNotFoundError (no store) or ValueError
+    (``incomplete``, or ``shard indices`` when shards are missing).
+    """
+
+    def __init__(self, cache_dir: str | PathLike[str]) -> None:
+        self.manifest: dict[str, JsonValue] = read_manifest(cache_dir, allow_incomplete=True)
+        ensure_manifest_complete(self.manifest, cache_dir)
+        record = read_record(LocalStorage(cache_dir))
+        present, expected = existing_shard_indices(cache_dir), set(range(record.schema.tokens.num_shards))
+        if present != expected or not record.complete:
+            raise ValueError(
+                f"shard indices of {cache_dir} do not match its manifest: {record.schema.num_samples} samples need "
+                f"{len(expected)} shards; missing {sorted(expected - present)[:5]}, "
+                f"extra {sorted(present - expected)[:5]}"
+            )
+        self.cache: Cache = open_cache(cache_dir)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.cache[index]
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Return a whole batch, stacked: torch's DataLoader calls this instead of one item at a time."""
+        return self.cache.read(indices)
+
+
+def build_cached_dspark_dataloader(
+    *, cache_dir: str | PathLike[str], batch_size: int, shuffle: bool, num_workers: int = 0, distributed: bool = False
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """Return a DataLoader of batches of a finished store: the four keys, each with a first axis of ``batch_size``.
+
+    ``distributed`` splits the samples over the default process group, padding by repetition. Worker processes are
+    started by forkserver.
+    """
+    dataset = CachedDSparkDataset(cache_dir)
+    sampler: DistributedSampler[dict[str, torch.Tensor]] | None = None
+    if distributed:
+        sampler = DistributedSampler(dataset, shuffle=shuffle)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle and sampler is None,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=cast("Callable[[list[object]], object]", _already_a_batch),
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="forkserver" if num_workers > 0 else None,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def _already_a_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return batch
+
+
+def read_target_weight_modules(cache_dir: str | PathLike[str]) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return the target's embedding and head, each as an object with a ``weight`` (V, H) in the cache dtype.
+
+    FileNotFoundError when the store has none.
+    """
+    storage = LocalStorage(cache_dir)
+    weights = read_weights(storage, read_record(storage))
+    return SimpleNamespace(weight=weights.embed), SimpleNamespace(weight=weights.head)

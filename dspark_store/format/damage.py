@@ -1,0 +1,10 @@
+"""The one error class of the format: stored bytes that are not what was written."""
+
+from __future__ import annotations
+
+
+class DamagedStoreError(ValueError):
+    """A stored object is missing, truncated, altered or not the one that belongs in its place.
+
+    The message names the object's key and, where it is known, the sample that it hits.
+    """

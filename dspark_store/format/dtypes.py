@@ -1,0 +1,95 @@
+"""How states of each cache dtype look on disk, and views between torch and the stored bits.
+
+bfloat16 is stored as ``uint16`` bits, because no zarr-python release knows it and a single unknown array makes the
+listing of its whole group fail. float16 and float32 are Zarr's own types. Every view here is zero-copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDtype:
+    """One dtype that states may be cached in.
+
+    ``name`` is the command's (``bf16``), ``logical`` the attribute's (``bfloat16``), ``zarr_name`` the data type in
+    ``zarr.json``, ``fill_value`` its JSON fill value: a NaN, which real data never holds. ``infinity_bits`` are the
+    bits of positive infinity; every larger magnitude is a NaN.
+    """
+
+    name: str
+    logical: str
+    torch_dtype: torch.dtype
+    zarr_name: str
+    bits: np.dtype
+    fill_value: int | str
+    fill_bits: int
+    infinity_bits: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return self.bits.itemsize
+
+    @property
+    def stored(self) -> np.dtype:
+        """The numpy dtype that stock Zarr readers return."""
+        return np.dtype(self.zarr_name).newbyteorder("<")
+
+
+def _cache_dtype(
+    name: str, torch_dtype: torch.dtype, zarr_name: str, fill: int | str, fill_bits: int, infinity_bits: int
+) -> CacheDtype:
+    integer: np.dtype = np.dtype(f"<u{torch_dtype.itemsize}")
+    logical = str(torch_dtype).removeprefix("torch.")
+    return CacheDtype(name, logical, torch_dtype, zarr_name, integer, fill, fill_bits, infinity_bits)
+
+
+CACHE_DTYPES = MappingProxyType(
+    {
+        "bf16": _cache_dtype("bf16", torch.bfloat16, "uint16", 0xFFFF, 0xFFFF, 0x7F80),
+        "fp16": _cache_dtype("fp16", torch.float16, "float16", "NaN", 0x7E00, 0x7C00),
+        "fp32": _cache_dtype("fp32", torch.float32, "float32", "NaN", 0x7FC00000, 0x7F800000),
+    }
+)
+"""The cache dtypes by the name that commands and manifests use."""
+
+
+def cache_dtype(name: str) -> CacheDtype:
+    """Return the cache dtype called ``name``; ValueError naming the known ones otherwise."""
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"dtype {name!r} is not a cache dtype; choose one of {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[name]
+
+
+def cache_dtype_of(torch_dtype: torch.dtype) -> CacheDtype:
+    """Return the cache dtype that stores ``torch_dtype``; ValueError when there is none."""
+    for candidate in CACHE_DTYPES.values():
+        if candidate.torch_dtype is torch_dtype:
+            return candidate
+    raise ValueError(f"{torch_dtype} is not a cache dtype; choose one of {', '.join(CACHE_DTYPES)}")
+
+
+def tensor_bits(states: torch.Tensor) -> np.ndarray:
+    """View a CPU tensor of a cache dtype as unsigned integers of the same width, without a copy."""
+    signed = torch.int16 if states.dtype.itemsize == 2 else torch.int32
+    return states.detach().view(signed).numpy().view(f"<u{states.dtype.itemsize}")
+
+
+def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
+    """Tell whether an array of stored bits holds no infinity and no NaN.
+
+    A comparison of magnitudes as integers: torch's isfinite takes as long as compressing the same bfloat16 values.
+    """
+    magnitudes = bits & bits.dtype.type(dtype.infinity_bits | (dtype.infinity_bits - 1))
+    return not bits.size or int(magnitudes.max()) < dtype.infinity_bits
+
+
+def bits_tensor(bits: np.ndarray, torch_dtype: torch.dtype) -> torch.Tensor:
+    """View an array of stored states (bits, float16 or float32) as a tensor of ``torch_dtype``, without a copy."""
+    return torch.from_numpy(bits.view(f"i{torch_dtype.itemsize}")).view(torch_dtype)

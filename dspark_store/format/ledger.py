@@ -1,0 +1,70 @@
+"""The ledger: one small object a shard, whose presence is the shard's commit.
+
+A row holds (bytes, digest) of every object of the shard, and is published with a link that refuses to replace, so of
+two committers one loses. The row of the token ledger ends with the cursor into the source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from crc32c import crc32c
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.shard import ObjectRecord
+from dspark_store.format.storage import Storage
+
+_ROW_NAME = re.compile(r"c\.(\d+)\.0\.0")
+
+
+def pack_array(values: np.ndarray) -> bytes:
+    """Return the stored object of a small array: its little-endian bytes and their crc32c."""
+    payload = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    return payload + crc32c(payload).to_bytes(4, "little")
+
+
+def unpack_array(stored: bytes, dtype: str, shape: tuple[int, ...], key: str) -> np.ndarray:
+    """Read a small array's object back, read-only; DamagedStoreError naming ``key`` when size or checksum is wrong."""
+    expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if len(stored) != expected + 4:
+        raise DamagedStoreError(f"object {key} has {len(stored)} bytes, expected {expected + 4}")
+    payload = stored[:-4]
+    if crc32c(payload) != int.from_bytes(stored[-4:], "little"):
+        raise DamagedStoreError(f"object {key} fails its checksum")
+    return np.frombuffer(payload, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+class Ledger:
+    """The ledger of one phase, kept in the array at ``path`` with ``objects`` entries a row."""
+
+    def __init__(self, storage: Storage, path: str, objects: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._objects = objects
+
+    def key(self, shard: int) -> str:
+        """Return the key of a shard's row."""
+        return f"{self._path}/c.{shard}.0.0"
+
+    def committed(self) -> list[int]:
+        """Return the committed shards, ascending; one listing."""
+        matches = (_ROW_NAME.fullmatch(name) for name in self._storage.list(self._path))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def row(self, shard: int) -> np.ndarray:
+        """Return a shard's row, (objects, 2) uint64; FileNotFoundError when it is not committed."""
+        key = self.key(shard)
+        return unpack_array(self._storage.read(key), "uint64", (self._objects, 2), key)
+
+    def publish(self, shard: int, records: Sequence[ObjectRecord]) -> None:
+        """Commit a shard; FileExistsError when it is committed already."""
+        row = np.array([(record.nbytes, record.digest) for record in records], np.uint64)
+        if row.shape != (self._objects, 2):
+            raise ValueError(f"a row of {self._path} has {self._objects} objects, got {len(records)}")
+        self._storage.put_new(self.key(shard), pack_array(row))
+
+    def retract(self, shard: int) -> None:
+        """Take a shard's commit back, before its objects are touched."""
+        self._storage.delete(self.key(shard))

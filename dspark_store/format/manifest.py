@@ -1,0 +1,138 @@
+"""The group's attributes: what a store is, how far it is, and the seal over all of its metadata.
+
+The manifest decides identity: two runs with equal manifests write equal stores. Paths and names are recorded for
+people and never compared, because a moved corpus is the same and an edited one is not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import JsonValue, json_digest
+from dspark_store.format.schema import StoreSchema, parse_layout
+
+FORMAT_VERSION = 1
+ATTRIBUTE = "dspark_store"
+BOOKKEEPING_FIELDS = frozenset({"format_version", "complete"})
+RECORDED_FIELDS = frozenset({"target_model", "train_data_path", "target_revision"})
+"""Manifest fields that are written down and never compared."""
+SETTLED_FIELDS = frozenset({"num_samples"})
+"""Manifest fields that the token phase finds out; they follow from the others."""
+
+type Manifest = Mapping[str, JsonValue]
+type Phase = Literal["tokens", "states", "complete"]
+
+SEMANTICS: dict[str, JsonValue] = {
+    "layer_ids": "-1 is the embedding output; i is the output of decoder layer i, counted from 0; the last layer's id "
+    "is the state after the final norm",
+    "target_last_hidden_states": "the state after the final norm, which lm_head consumes",
+    "input_ids": "unshifted",
+    "loss_mask": "unshifted: 1 where the token at this very position is supervised",
+}
+
+
+def mismatch_fields(recorded: Manifest, manifest: Manifest, ignore: frozenset[str] = frozenset()) -> list[str]:
+    """Return the sorted fields whose values differ; a missing field equals null.
+
+    Bookkeeping fields, recorded-only fields and ``ignore`` never count.
+    """
+    exempt = BOOKKEEPING_FIELDS | RECORDED_FIELDS | ignore
+    fields = (recorded.keys() | manifest.keys()) - exempt
+    return sorted(name for name in fields if recorded.get(name) != manifest.get(name))
+
+
+def identity_digest(manifest: Manifest) -> str:
+    """Return the store id that a manifest gives: 32 hexadecimal digits over all that identity is."""
+    exempt = BOOKKEEPING_FIELDS | RECORDED_FIELDS | SETTLED_FIELDS
+    return json_digest({name: value for name, value in manifest.items() if name not in exempt})
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecord:
+    """The attributes of a store's group.
+
+    ``phase`` says how far the store is; ``declared_complete`` what its writer last said in the manifest, which counts
+    once every shard is there. ``schema`` is the shape of its arrays, ``weights`` the shapes of the target's tables
+    by path, ``checksums`` a digest over the stored objects of each array that has no ledger row (index, weights).
+    """
+
+    store_id: str
+    schema: StoreSchema
+    phase: Phase = "tokens"
+    declared_complete: bool = False
+    manifest: Manifest = field(default_factory=dict)
+    target_config: Mapping[str, JsonValue] | None = None
+    head: Mapping[str, JsonValue] = field(default_factory=dict)
+    producers: tuple[Mapping[str, JsonValue], ...] = ()
+    weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store may be trained from."""
+        return self.phase == "complete"
+
+    @property
+    def last_layer(self) -> int:
+        """The id of the target's last layer, whose feature is the state after the final norm."""
+        return operator.index(self.manifest["num_hidden_layers"]) - 1  # type: ignore[arg-type] # an int in JSON
+
+    def with_checksums(self, checksums: Mapping[str, str]) -> StoreRecord:
+        """Return a copy with these checksums added."""
+        return replace(self, checksums={**self.checksums, **checksums})
+
+    def attributes(self) -> dict[str, JsonValue]:
+        """Return the value of the attribute ``dspark_store``, without its seal."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "store_id": self.store_id,
+            "phase": self.phase,
+            "complete": self.complete,
+            "declared_complete": self.declared_complete,
+            "manifest": dict(self.manifest),
+            "layout": self.schema.layout(),
+            "target_config": None if self.target_config is None else dict(self.target_config),
+            "head": dict(self.head),
+            "semantics": SEMANTICS,
+            "producers": [dict(producer) for producer in self.producers],
+            "weights": {path: list(shape) for path, shape in self.weights.items()},
+            "checksums": dict(self.checksums),
+        }
+
+
+def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord:
+    """Read a store's attributes; ValueError for another format version, DamagedStoreError for malformed ones."""
+    version = attributes.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"store at {where} has format_version {version!r}, this version of dspark-store reads {FORMAT_VERSION}; "
+            "run the precompute again, or install the version that wrote it"
+        )
+    try:
+        return StoreRecord(
+            store_id=cast(str, attributes["store_id"]),
+            schema=parse_layout(cast("Mapping[str, JsonValue]", attributes["layout"])),
+            phase=cast(Phase, attributes["phase"]),
+            declared_complete=attributes["declared_complete"] is True,
+            manifest=cast(Manifest, attributes["manifest"]),
+            target_config=cast("Mapping[str, JsonValue] | None", attributes["target_config"]),
+            head=cast(Mapping[str, JsonValue], attributes["head"]),
+            producers=tuple(cast("list[Mapping[str, JsonValue]]", attributes["producers"])),
+            weights=cast(Mapping[str, Sequence[int]], attributes["weights"]),
+            checksums=cast(Mapping[str, str], attributes["checksums"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedStoreError(f"zarr.json of the store at {where} is malformed: {error!r}") from error
+
+
+def seal_digest(attributes: Mapping[str, JsonValue], nodes: Mapping[str, JsonValue]) -> str:
+    """Return the seal: a digest over the attributes (without their seal) and every node's ``zarr.json``.
+
+    ``nodes`` maps a node's path to its parsed metadata; the root's own is not among them.
+    """
+    body = {name: value for name, value in attributes.items() if name != "seal"}
+    return json_digest({"attributes": body, "nodes": dict(nodes)})

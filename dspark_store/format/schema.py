@@ -1,0 +1,261 @@
+"""Which arrays a store has, and the ``zarr.json`` of each."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dspark_store.format.codecs import CodecChain, plain_chain, state_chain, token_chain
+from dspark_store.format.dtypes import CacheDtype, cache_dtype
+from dspark_store.format.grid import ShardGrid
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.shard import Place
+
+IDS, MASK = "input_ids", "loss_mask"
+LAYERS, LAST = "target_hidden_states", "target_last_hidden_states"
+COLUMNS = (IDS, MASK, LAYERS, LAST)
+"""The columns of a store, which are also the cache keys of its samples."""
+EMBED, HEAD, HEAD_BIAS = "target/embed_tokens/weight", "target/lm_head/weight", "target/lm_head/bias"
+TOKEN_LEDGER, STATE_LEDGER = "ledger/tokens", "ledger/states"
+SOURCE_CURSOR = "source_cursor"
+TOKEN_OBJECTS = (IDS, MASK, SOURCE_CURSOR)
+INDEX_LENGTH, INDEX_SUPERVISED, INDEX_DIGEST = "index/length", "index/supervised", "index/digest"
+INDEX_STATUS, INDEX_OBJECTS = "index/status", "index/objects"
+ID_FILL, MASK_FILL, STATUS_FILL = -1, 255, 255
+NO_RECORD = 2**64 - 1
+_WEIGHT_CHUNK_BYTES = 4 * 1024 * 1024
+_COUNTS = ("num_samples", "shard_size", "seq_length", "hidden_size", "num_layers", "chunk_tokens")
+_INDEX_CODECS: list[JsonValue] = plain_chain(8).metadata()
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array: everything its ``zarr.json`` says. ``inner`` is the chunk inside a shard, None when unsharded."""
+
+    shape: tuple[int, ...]
+    data_type: str
+    fill_value: int | str
+    chunk: tuple[int, ...]
+    inner: tuple[int, ...] | None
+    chain: CodecChain
+    dimensions: tuple[str, ...]
+    attributes: Mapping[str, JsonValue]
+
+    def document(self) -> dict[str, JsonValue]:
+        """Return the array's Zarr v3 metadata."""
+        codecs = self.chain.metadata()
+        if self.inner is not None:
+            configuration: dict[str, JsonValue] = {
+                "chunk_shape": list(self.inner),
+                "codecs": codecs,
+                "index_codecs": _INDEX_CODECS,
+                "index_location": "end",
+            }
+            codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": self.fill_value,
+            "codecs": codecs,
+            "attributes": dict(self.attributes),
+            "dimension_names": list(self.dimensions),
+            "storage_transformers": [],
+        }
+
+
+def group_document(attributes: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
+    """Return a group's Zarr v3 metadata."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
+
+
+def metadata_bytes(document: Mapping[str, JsonValue]) -> bytes:
+    """Return the text of a ``zarr.json``."""
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def object_key(column: str, shard: int, slot: int = 0) -> str:
+    """Return the key of a column's object: ``target_hidden_states/c.12.0.3`` for layer slot 3 of shard 12."""
+    return f"{column}/c.{shard}.0" if column in (IDS, MASK) else f"{column}/c.{shard}.0.{slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateObject:
+    """One object a shard has for the captured states: a column, its slot on the layer axis and the layer's id."""
+
+    column: str
+    slot: int
+    layer_id: int | None
+
+    @property
+    def name(self) -> str:
+        """The object's name in the ledger's attribute ``objects``."""
+        return self.column if self.column == LAST else f"{self.column}/{self.slot}"
+
+    def key(self, shard: int) -> str:
+        """Return the key of the object in a shard."""
+        return object_key(self.column, shard, self.slot)
+
+    def place(self, shard: int) -> Place:
+        """Return the place that the object's trailer names."""
+        return Place(self.column, self.slot, self.layer_id, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSchema:
+    """The shape of a store. ``num_samples`` is 0 until the token phase (or a manifest) settles it.
+
+    ``num_layers`` captured layers of ``hidden_size`` features; ``layer_ids`` names them, and is empty until a manifest
+    does; ``chunk_tokens`` positions a chunk of a state column; ``codec`` a preset.
+    """
+
+    num_samples: int
+    shard_size: int
+    seq_length: int
+    hidden_size: int
+    num_layers: int
+    layer_ids: tuple[int, ...]
+    dtype: CacheDtype
+    codec: str
+    chunk_tokens: int
+
+    @property
+    def tokens(self) -> ShardGrid:
+        """The grid of the token columns: a sample is one chunk."""
+        return ShardGrid(self.num_samples, self.shard_size, self.seq_length, self.seq_length)
+
+    @property
+    def states(self) -> ShardGrid:
+        """The grid of the state columns."""
+        return ShardGrid(self.num_samples, self.shard_size, self.seq_length, self.chunk_tokens)
+
+    @property
+    def state_objects(self) -> tuple[StateObject, ...]:
+        """The objects of a shard's states, in ledger order: the captured layers, then the last hidden states."""
+        layers = [StateObject(LAYERS, slot, self.layer_id(slot)) for slot in range(self.num_layers)]
+        return (*layers, StateObject(LAST, 0, None))
+
+    def layer_id(self, slot: int) -> int | None:
+        """Return the layer id in a slot; None while no manifest has named the layers."""
+        return self.layer_ids[slot] if self.layer_ids else None
+
+    def chain(self, column: str) -> CodecChain:
+        """Return the codec chain of a column."""
+        if column in (IDS, MASK):
+            return token_chain(self.codec, 4 if column == IDS else 1)
+        return state_chain(self.codec, self.dtype.itemsize)
+
+    def layout(self) -> dict[str, JsonValue]:
+        """Return the schema as the attribute ``layout``."""
+        return {
+            "num_samples": self.num_samples,
+            "shard_size": self.shard_size,
+            "seq_length": self.seq_length,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "layer_ids": list(self.layer_ids),
+            "dtype": self.dtype.name,
+            "codec": self.codec,
+            "chunk_tokens": self.chunk_tokens,
+        }
+
+    def settled(self, num_samples: int) -> StoreSchema:
+        """Return the schema with its final number of samples."""
+        return replace(self, num_samples=num_samples)
+
+    def columns(self) -> dict[str, ArraySpec]:
+        """Return the four columns by path."""
+        n, seq, width = self.num_samples, self.seq_length, self.hidden_size
+        shard = (self.shard_size, self.states.padded_length, width)
+        inner = (1, self.chunk_tokens, width)
+        logical: dict[str, JsonValue] = {"dtype": self.dtype.logical}
+        layered: dict[str, JsonValue] = {**logical, "layer_ids": list(self.layer_ids)}
+        zarr_name, fill = self.dtype.zarr_name, self.dtype.fill_value
+        states = self.chain(LAST)
+        token_dimensions = ("sample", "position")
+        tokens = ((self.shard_size, seq), (1, seq))
+        return {
+            IDS: ArraySpec((n, seq), "int32", ID_FILL, *tokens, self.chain(IDS), token_dimensions, {}),
+            MASK: ArraySpec((n, seq), "uint8", MASK_FILL, *tokens, self.chain(MASK), token_dimensions, {}),
+            LAYERS: ArraySpec(
+                (n, seq, self.num_layers * width),
+                zarr_name,
+                fill,
+                shard,
+                inner,
+                states,
+                ("sample", "position", "layer_feature"),
+                layered,
+            ),
+            LAST: ArraySpec(
+                (n, seq, width), zarr_name, fill, shard, inner, states, ("sample", "position", "feature"), logical
+            ),
+        }
+
+    def ledgers(self) -> dict[str, ArraySpec]:
+        """Return the two ledgers by path."""
+        shards = self.tokens.num_shards
+        return {
+            TOKEN_LEDGER: _ledger_spec(shards, TOKEN_OBJECTS, "token_object", whole=False),
+            STATE_LEDGER: _ledger_spec(shards, [item.name for item in self.state_objects], "state_object", whole=False),
+        }
+
+    def token_index(self) -> dict[str, ArraySpec]:
+        """Return the index arrays that are written when the tokens are done."""
+        n = self.num_samples
+        return {
+            INDEX_LENGTH: _index_spec((n,), "int32", -1, ("sample",)),
+            INDEX_SUPERVISED: _index_spec((n,), "int32", -1, ("sample",)),
+            INDEX_DIGEST: _index_spec((n, 2), "uint64", 0, ("sample", "digest_word")),
+        }
+
+    def final_index(self) -> dict[str, ArraySpec]:
+        """Return the index arrays that are written when the store completes."""
+        names = [*TOKEN_OBJECTS, *(item.name for item in self.state_objects)]
+        return {
+            INDEX_STATUS: _index_spec((self.num_samples,), "uint8", STATUS_FILL, ("sample",)),
+            INDEX_OBJECTS: _ledger_spec(self.tokens.num_shards, names, "object", whole=True),
+        }
+
+    def weights(self, shape: Sequence[int]) -> ArraySpec:
+        """Return the array of a target table: (V, H) in chunks of about 4 MiB, or a head's bias (V,)."""
+        width = shape[1] if len(shape) > 1 else 1
+        rows = max(1, min(shape[0], _WEIGHT_CHUNK_BYTES // (width * self.dtype.itemsize)))
+        return ArraySpec(
+            tuple(shape),
+            self.dtype.zarr_name,
+            self.dtype.fill_value,
+            (rows, *shape[1:]),
+            None,
+            self.chain(LAST),
+            ("vocab", "feature")[: len(shape)],
+            {"dtype": self.dtype.logical},
+        )
+
+
+def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
+    """Read the attribute ``layout``; KeyError, TypeError or ValueError when it is not one."""
+    count = {name: operator.index(layout[name]) for name in _COUNTS}  # type: ignore[arg-type]
+    layer_ids = tuple(operator.index(layer) for layer in layout["layer_ids"])  # type: ignore[union-attr, arg-type]
+    return StoreSchema(
+        **count, layer_ids=layer_ids, dtype=cache_dtype(str(layout["dtype"])), codec=str(layout["codec"])
+    )
+
+
+def _index_spec(shape: tuple[int, ...], data_type: str, fill: int, dimensions: tuple[str, ...]) -> ArraySpec:
+    chunk = (max(1, shape[0]), *shape[1:])
+    itemsize = {"int32": 4, "uint64": 8, "uint8": 1}[data_type]
+    return ArraySpec(shape, data_type, fill, chunk, None, plain_chain(itemsize), dimensions, {})
+
+
+def _ledger_spec(shards: int, objects: Sequence[str], dimension: str, *, whole: bool) -> ArraySpec:
+    """``dimension`` names the axis of objects: xarray refuses one name with two sizes in a group."""
+    shape = (shards, len(objects), 2)
+    chunk = (max(1, shards) if whole else 1, *shape[1:])
+    names: dict[str, JsonValue] = {"objects": list(objects)}
+    return ArraySpec(shape, "uint64", NO_RECORD, chunk, None, plain_chain(8), ("shard", dimension, "field"), names)

@@ -1,0 +1,202 @@
+"""One stored object: chunks, trailer, shard index.
+
+To Zarr an object is a shard of the ``sharding_indexed`` codec with its index at the end; the bytes between the last
+chunk and the index are free, and the trailer stands there. It says what the object is (the store, its places, the
+tokens it was computed from) and promises every chunk's checksum, so that one read of an object's tail proves place,
+identity, tokens and content. The layout is specified in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from crc32c import crc32c
+
+from dspark_store.format.codecs import EncodedChunk
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import JsonValue, canonical_json
+from dspark_store.format.storage import ObjectReader, ObjectWriter
+
+TRAILER_VERSION = 1
+_MAGIC = b"DSPKTRLR"
+_ABSENT = np.uint64(2**64 - 1)
+_TAIL_GUESS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an object belongs: a column, its slot on the layer axis, and a shard.
+
+    ``layer_id`` is the captured layer in that slot; None where a column has no layers or no manifest had named them.
+    """
+
+    column: str
+    slot: int
+    layer_id: int | None
+    shard: int
+
+    def accepts(self, other: Place) -> bool:
+        """Whether ``other``, read from a trailer, is this place."""
+        here, there = (self.column, self.slot, self.shard), (other.column, other.slot, other.shard)
+        return here == there and (other.layer_id is None or self.layer_id in (None, other.layer_id))
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLabel:
+    """What the trailer says of an object beside its checksums.
+
+    ``store_id`` is the store's digest of identity; ``places`` one place, or two for a shared object; ``rows`` the
+    samples in the shard; ``tokens`` the digest of the tokens that the states were computed from; ``nonfinite`` the
+    rows of the shard whose values are not all finite.
+    """
+
+    store_id: str
+    places: tuple[Place, ...]
+    rows: int
+    tokens: str
+    nonfinite: tuple[int, ...] = ()
+
+    def header(self) -> bytes:
+        """Return the trailer's header: canonical JSON."""
+        places: list[JsonValue] = [
+            {"column": place.column, "slot": place.slot, "layer_id": place.layer_id, "shard": place.shard}
+            for place in self.places
+        ]
+        return canonical_json(
+            {
+                "version": TRAILER_VERSION,
+                "store": self.store_id,
+                "places": places,
+                "rows": self.rows,
+                "tokens": self.tokens,
+                "nonfinite": list(self.nonfinite),
+            }
+        )
+
+
+def parse_label(header: bytes) -> ObjectLabel:
+    """Read a trailer's header back; DamagedStoreError when it is not one."""
+    try:
+        fields = json.loads(header)
+        if fields["version"] != TRAILER_VERSION:
+            raise DamagedStoreError(f"trailer version {fields['version']!r} is unknown, expected {TRAILER_VERSION}")
+        places = tuple(Place(p["column"], p["slot"], p["layer_id"], p["shard"]) for p in fields["places"])
+        return ObjectLabel(fields["store"], places, fields["rows"], fields["tokens"], tuple(fields["nonfinite"]))
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, DamagedStoreError):
+            raise
+        raise DamagedStoreError(f"trailer header is malformed: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRecord:
+    """A ledger row: the object's size in bytes, and the 64-bit digest over its trailer and index."""
+
+    nbytes: int
+    digest: int
+
+
+class ShardWriter:
+    """Writes one object as its chunks come. Memory does not grow with the shard's data, only with its index."""
+
+    def __init__(self, out: ObjectWriter, slots: int) -> None:
+        self._out = out
+        self._index = np.full((slots, 2), _ABSENT, "<u8")
+        self._crcs = np.zeros(slots, "<u4")
+        self._offset = 0
+
+    def append(self, slot: int, chunk: EncodedChunk) -> None:
+        """Append the chunk of a slot; every slot at most once."""
+        if self._index[slot, 0] != _ABSENT:
+            raise ValueError(f"slot {slot} was written already")
+        self._out.write(chunk.payload)
+        self._out.write(chunk.crc_bytes())
+        self._index[slot] = (self._offset, chunk.nbytes)
+        self._crcs[slot] = chunk.crc
+        self._offset += chunk.nbytes
+
+    def finish(self, label: ObjectLabel) -> ObjectRecord:
+        """Append trailer and index and commit the object: fsync, rename, fsync of the directory."""
+        header = label.header()
+        length = len(_MAGIC) * 2 + 8 + len(header) + self._crcs.nbytes
+        trailer = b"".join(
+            [_MAGIC, struct.pack("<I", len(header)), header, self._crcs.tobytes(), struct.pack("<I", length), _MAGIC]
+        )
+        index = self._index.tobytes()
+        tail = trailer + index + struct.pack("<I", crc32c(index))
+        self._out.write(tail)
+        self._out.commit()
+        return ObjectRecord(self._offset + len(tail), _digest(tail))
+
+    def abort(self) -> None:
+        """Drop the object."""
+        self._out.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTail:
+    """An object's index and trailer, checked against each other.
+
+    ``offsets`` and ``sizes`` are (slots,) uint64, the size 0 where a chunk is absent; ``crcs`` (slots,) uint32.
+    """
+
+    offsets: np.ndarray
+    sizes: np.ndarray
+    crcs: np.ndarray
+    label: ObjectLabel
+    record: ObjectRecord
+
+    @property
+    def present(self) -> np.ndarray:
+        """(slots,) bool: which chunks are stored."""
+        return self.sizes > 0
+
+
+def read_tail(reader: ObjectReader, slots: int) -> ObjectTail:
+    """Read and check an object's trailer and index; DamagedStoreError when they are not whole."""
+    index_bytes = 16 * slots + 4
+    want = min(reader.size, index_bytes + 4 * slots + _TAIL_GUESS)
+    tail = reader.read(reader.size - want, want)
+    if len(tail) != want or want < index_bytes + len(_MAGIC) + 4:
+        raise DamagedStoreError(f"object of {reader.size} bytes is too short for its index of {slots} chunks")
+    end = len(tail) - index_bytes
+    if tail[end - len(_MAGIC) : end] != _MAGIC:
+        raise DamagedStoreError("trailer is missing before the shard index")
+    (length,) = struct.unpack_from("<I", tail, end - len(_MAGIC) - 4)
+    if length > reader.size - index_bytes:
+        raise DamagedStoreError(f"trailer length {length} is longer than the object")
+    if length > end:
+        tail = reader.read(reader.size - index_bytes - length, index_bytes + length)
+    tail = tail[len(tail) - index_bytes - length :]
+    return _parse_tail(tail, slots, reader.size, length)
+
+
+def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
+    index_bytes, (stored_crc,) = tail[length:-4], struct.unpack_from("<I", tail, len(tail) - 4)
+    if crc32c(index_bytes) != stored_crc:
+        raise DamagedStoreError("shard index checksum is wrong")
+    (header_length,) = struct.unpack_from("<I", tail, len(_MAGIC))
+    if tail[: len(_MAGIC)] != _MAGIC or length != len(_MAGIC) * 2 + 8 + header_length + 4 * slots:
+        raise DamagedStoreError("trailer is malformed")
+    header_end = len(_MAGIC) + 4 + header_length
+    index = np.frombuffer(index_bytes, "<u8").reshape(slots, 2)
+    absent = index[:, 0] == _ABSENT
+    sizes = np.where(absent, np.uint64(0), index[:, 1])
+    data_bytes = size - len(tail)
+    if int(sizes.sum()) != data_bytes or bool((index[:, 0][~absent] + sizes[~absent] > data_bytes).any()):
+        raise DamagedStoreError("shard index does not cover the object's data")
+    return ObjectTail(
+        offsets=np.where(absent, np.uint64(0), index[:, 0]),
+        sizes=sizes,
+        crcs=np.frombuffer(tail, "<u4", slots, header_end),
+        label=parse_label(tail[len(_MAGIC) + 4 : header_end]),
+        record=ObjectRecord(size, _digest(tail)),
+    )
+
+
+def _digest(tail: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(tail, digest_size=8).digest(), "little")

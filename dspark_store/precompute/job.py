@@ -1,0 +1,210 @@
+"""What a run is about, found out before any weight is loaded: the source, the target's shape, the store's identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dspark_store.automodel import build_cache_manifest
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import (
+    SETTLED_FIELDS,
+    Manifest,
+    StoreRecord,
+    identity_digest,
+    mismatch_fields,
+)
+from dspark_store.format.metadata import has_store, read_record
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.batches import BATCHING_RULE
+from dspark_store.precompute.config import PrecomputeConfig
+from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
+from dspark_store.sources import ChatSource, Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
+from dspark_store.target import (
+    TargetSource,
+    build_target_layer_ids,
+    load_target_config,
+    load_tokenizer,
+    read_model_type,
+    refuse_unsupported_model_type,
+    resolve_compute_dtype,
+    target_config_json,
+    target_fingerprint,
+    text_config,
+    validate_target_layer_ids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: its settings, its source of tokens, the target that it will load, and the store that it makes."""
+
+    config: PrecomputeConfig
+    target: TargetSource
+    source: Source
+    pad_token_id: int
+    compute_dtype: torch.dtype
+    new_record: StoreRecord
+
+    @property
+    def manifest(self) -> Manifest:
+        """The identity that this run gives a store."""
+        return self.new_record.manifest
+
+
+def existing_record(storage: LocalStorage, *, resume: bool) -> StoreRecord | None:
+    """Return the record of the store in the output directory, None when it is empty or new.
+
+    ValueError when there is a store and no ``--resume``, shards without a manifest, or something else.
+    """
+    if has_store(storage):
+        record = read_record(storage)
+        if not record.manifest:
+            raise ValueError(
+                f"manifest is missing: {storage.root} holds shards that no precompute wrote; "
+                "choose another --output-dir"
+            )
+        if not resume:
+            state = (
+                "already has shards, and is finished"
+                if record.complete
+                else "already has shards of an unfinished store"
+            )
+            raise ValueError(f"{storage.root} {state}: pass --resume to go on with it, or choose another --output-dir")
+        return record
+    if storage.root.exists() and not storage.root.is_dir():
+        raise ValueError(f"{storage.root} is a file; --output-dir must be a new or empty directory")
+    names = {path.name for path in storage.root.iterdir()} if storage.root.exists() else set()
+    names = {name for name in names if not name.startswith(".")}
+    others = names.difference(OWN_FOLDERS)
+    if others:
+        raise ValueError(
+            f"{storage.root} holds something else ({min(others)}); --output-dir must be new, empty or a store"
+        )
+    if not is_unfinished_beginning(storage.root):
+        raise ValueError(
+            f"manifest is missing: {storage.root} has a store's arrays but no zarr.json; choose another --output-dir"
+        )
+    return None
+
+
+def plan_job(config: PrecomputeConfig) -> Job:
+    """Read what is cheap: the target's configuration and tokenizer, the source's rows and content hash.
+
+    ValueError, FileNotFoundError or ImportError for whatever a user can get wrong.
+    """
+    target = TargetSource(config.target_model, config.trust_remote_code)
+    refuse_unsupported_model_type(read_model_type(target))
+    device = config.resolved_device
+    compute_dtype = resolve_compute_dtype(config.compute_dtype, device)
+    target_config = load_target_config(target)
+    layer_ids = _layer_ids(config, text_config(target_config))
+    tokenizer = load_tokenizer(target)
+    apply_chat_template_option(tokenizer, config.chat_template)
+    source = ChatSource(
+        config.input_data,
+        tokenizer,
+        seq_length=config.seq_length,
+        split=config.split,
+        shuffle_seed=config.shuffle_seed,
+        mask_reasoning_content=config.mask_reasoning_content,
+        max_samples=config.max_samples,
+        num_workers=config.num_workers,
+    )
+    pad = _pad_token_id(tokenizer)
+    record = _new_record(config, target, target_config, tokenizer, source, layer_ids, pad, compute_dtype)
+    return Job(config, target, source, pad, compute_dtype, record)
+
+
+def check_identity(recorded: StoreRecord, job: Job) -> None:
+    """Raise ValueError (``does not match``) naming every field in which the store differs from this run."""
+    fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS)
+    if fields:
+        details = "; ".join(
+            f"{name}: store {recorded.manifest.get(name)!r}, this run {job.manifest.get(name)!r}" for name in fields
+        )
+        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+
+
+def _layer_ids(config: PrecomputeConfig, text: PretrainedConfig) -> list[int]:
+    depth = int(text.num_hidden_layers)
+    if config.target_layer_ids:
+        return validate_target_layer_ids(config.target_layer_ids, depth)
+    return build_target_layer_ids(depth, config.draft_num_hidden_layers)
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int):
+            return token_id
+    return 0
+
+
+def _new_record(
+    config: PrecomputeConfig,
+    target: TargetSource,
+    target_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    layer_ids: list[int],
+    pad_token_id: int,
+    compute_dtype: torch.dtype,
+) -> StoreRecord:
+    text = text_config(target_config)
+    dtype = cache_dtype(config.dtype)
+    width = int(text.hidden_size)
+    chunk_tokens = config.chunk_tokens or default_chunk_tokens(
+        width, dtype.itemsize, config.seq_length, compressed=config.codec != "none"
+    )
+    chunk_tokens = min(chunk_tokens, config.seq_length)
+    fingerprint = target_fingerprint(target)
+    shapes = build_cache_manifest(
+        target_model=config.target_model,
+        target_model_type=str(text.model_type),
+        target_text_config=cast("object", text),  # type: ignore[arg-type] # a transformers config has these fields
+        seq_length=config.seq_length,
+        dtype=config.dtype,
+        num_samples=0,
+        shard_size=config.shard_size,
+        target_layer_ids=layer_ids,
+        train_data_path=config.input_data,
+        train_split=config.split,
+        shuffle_seed=config.shuffle_seed,  # type: ignore[arg-type] # upstream knows no unshuffled store
+        mask_reasoning_content=config.mask_reasoning_content,
+        chat_template_sha256=chat_template_sha256(tokenizer),
+    )
+    identity: dict[str, JsonValue] = {
+        **shapes,
+        "source": source.identity(),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "pad_token_id": pad_token_id,
+        "target_weights": fingerprint["weights"],
+        "target_revision": fingerprint["revision"],
+        "batch_size": config.batch_size,
+        "batching": BATCHING_RULE,
+        "compute_dtype": str(compute_dtype).removeprefix("torch."),
+        "attn_implementation": config.target_attn_implementation,
+        "codec": config.codec,
+        "chunk_tokens": chunk_tokens,
+    }
+    schema = StoreSchema(
+        num_samples=0,
+        shard_size=config.shard_size,
+        seq_length=config.seq_length,
+        hidden_size=width,
+        num_layers=len(layer_ids),
+        layer_ids=tuple(layer_ids),
+        dtype=dtype,
+        codec=config.codec,
+        chunk_tokens=chunk_tokens,
+    )
+    schema.columns()  # a codec whose package is missing is refused here
+    return StoreRecord(
+        identity_digest(identity), schema, manifest=identity, target_config=target_config_json(target_config)
+    )

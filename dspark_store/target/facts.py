@@ -1,0 +1,132 @@
+"""What a draft must know of its target beside the states: the two vocabulary tables, the head, the configuration."""
+
+import json
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.target.load import text_config
+
+# Fields that say where a configuration came from and how the weights were stored or loaded, not what the target is.
+_PROVENANCE_FIELDS = frozenset(
+    {"_name_or_path", "_model_name_or_path", "transformers_version", "quantization_config", "gguf_file", "dtype"}
+)
+_MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax", "hyperclovax_vision_v2"})
+
+
+def head_facts(model_or_config: PreTrainedModel | PretrainedConfig) -> dict[str, JsonValue]:
+    """Describe how the target makes logits from last hidden states, and hidden states from embedding rows.
+
+    `head_bias` and `tied` are booleans. `logit_scale` multiplies the head's output, `final_logit_softcapping` c then
+    maps each logit x to c tanh(x / c), and `embedding_scale` multiplies the embedding's rows; each is None where the
+    target does no such thing. A configuration is judged by a model built from it without weights.
+
+    Raises ValueError as `target_weights` does.
+    """
+    model = model_or_config
+    if isinstance(model, PretrainedConfig):
+        model = _model_without_weights(model)
+    config = text_config(model.config)
+    embedding, head = _vocabulary_modules(model)
+    return {
+        "head_bias": getattr(head, "bias", None) is not None,
+        "logit_scale": _scale(_logit_scale(config)),
+        "final_logit_softcapping": _number(config, "final_logit_softcapping", "logits_soft_cap"),
+        "embedding_scale": _scale(_embedding_scale(embedding, config)),
+        "tied": embedding.weight is head.weight,
+    }
+
+
+def target_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the weights of the input embedding (V, H) and of the head (V, H), and the head's bias (V,) or None.
+
+    They are the model's own tensors, not copies: tied weights are one storage. The embedding is unscaled.
+
+    Raises ValueError naming the side that has no weight of two dimensions.
+    """
+    embedding, head = _vocabulary_modules(model)
+    bias = getattr(head, "bias", None)
+    return _table(embedding), _table(head), bias.detach() if isinstance(bias, Tensor) else None
+
+
+def target_config_json(config: PretrainedConfig) -> dict[str, JsonValue]:
+    """Return the text part of `config` as plain JSON, from which `rebuild_config` makes it again.
+
+    Paths, versions and storage are left out, so that a configuration gives the same before and after its model is
+    loaded, whatever the compute dtype.
+    """
+    fields = json.loads(text_config(config).to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in _PROVENANCE_FIELDS}
+
+
+def rebuild_config(fields: dict[str, JsonValue]) -> PretrainedConfig:
+    """Make the configuration that `target_config_json` described.
+
+    Raises ValueError when the installed transformers does not know its model type.
+    """
+    decoded = PretrainedConfig._decode_special_floats(fields)
+    model_type = str(decoded.get("model_type", ""))
+    try:
+        config_class = type(AutoConfig.for_model(model_type))
+    except ValueError as error:
+        raise ValueError(
+            f"target configuration has model_type={model_type!r}, which the installed transformers does not know: "
+            "install a version that does"
+        ) from error
+    return config_class.from_dict(decoded)
+
+
+def _model_without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # untyped in transformers
+    return cast(PreTrainedModel, model)
+
+
+def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    embedding: nn.Module | None = model.get_input_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # untyped in transformers
+    for side, module in (("input embedding", embedding), ("output head", head)):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise ValueError(
+                f"the {side} of {type(model).__name__} has no .weight of shape (vocabulary, hidden size): "
+                f"found {type(module).__name__}"
+            )
+    return cast(nn.Module, embedding), cast(nn.Module, head)
+
+
+def _table(module: nn.Module) -> Tensor:
+    return cast(Tensor, module.weight).detach()
+
+
+def _logit_scale(config: PretrainedConfig) -> float | None:
+    """Cohere and Falcon-H1 multiply, Granite and MiniCPM divide, HyperCLOVA X multiplies under Granite's name."""
+    scale = _number(config, "logit_scale", "lm_head_multiplier")
+    scaling = _number(config, "logits_scaling")
+    if scale is not None or scaling is None:
+        return scale
+    return scaling if config.model_type in _MULTIPLIES_BY_LOGITS_SCALING else 1.0 / scaling
+
+
+def _embedding_scale(embedding: nn.Module, config: PretrainedConfig) -> float | None:
+    """Some embeddings scale their own output; other models multiply it by a number of the configuration."""
+    for name in ("scalar_embed_scale", "embed_scale"):
+        value = getattr(embedding, name, None)
+        if isinstance(value, int | float):
+            return float(value)
+    return _number(config, "embedding_multiplier")
+
+
+def _number(config: PretrainedConfig, *names: str) -> float | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _scale(value: float | None) -> float | None:
+    return None if value == 1.0 else value

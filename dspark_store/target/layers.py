@@ -1,0 +1,55 @@
+"""Layer ids: which states of the target are captured.
+
+Layer ids count the target's N decoder layers from 0 and follow the offset-by-one convention of
+`output_hidden_states`: -1 is the input of the first layer, an id below N - 1 the output of that layer, and N - 1 the
+output of the final norm.
+"""
+
+import logging
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING_LAYER_ID = -1
+
+
+def build_target_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
+    """Spread `num_draft_layers` ids evenly over layers 1 to `num_layers` - 1, both included.
+
+    The count is clamped into [1, num_layers - 1]; one id is the last layer alone. Points between two layers are rounded
+    half to even. This is the default of NeMo Automodel's DSpark recipes.
+
+    Raises ValueError when the target has fewer than two layers.
+    """
+    if num_layers < 2:
+        raise ValueError(f"cannot choose layer ids for a target of {num_layers} layers: at least 2 are needed")
+    last = num_layers - 1
+    count = min(max(num_draft_layers, 1), last)
+    if count == 1:
+        return [last]
+    return sorted({round(1 + index * (last - 1) / (count - 1)) for index in range(count)})
+
+
+def validate_target_layer_ids(ids: Sequence[int], num_layers: int, *, explicit: bool = True) -> list[int]:
+    """Return `ids` as a list of ints after checking them against a target of `num_layers` layers.
+
+    `explicit` says that a user chose the ids; only then is it worth a warning that SGLang has no capture point for -1
+    and `num_layers` - 1 and cannot serve a draft that reads them.
+
+    Raises ValueError when `ids` is empty, not strictly increasing, not of integers, or leaves [-1, num_layers - 1].
+    """
+    expected = f"one or more strictly increasing integers, each -1 or in [0, {num_layers - 1}]"
+    try:
+        layer_ids = [operator.index(layer_id) for layer_id in ids]
+    except TypeError as error:
+        raise ValueError(f"layer ids {ids!r} are not valid: expected {expected}") from error
+    in_range = all(EMBEDDING_LAYER_ID <= layer_id < num_layers for layer_id in layer_ids)
+    increasing = all(lower < upper for lower, upper in pairwise(layer_ids))
+    if not layer_ids or not in_range or not increasing:
+        raise ValueError(f"layer ids {layer_ids} are not valid: expected {expected}")
+    unservable = [layer_id for layer_id in layer_ids if layer_id in (EMBEDDING_LAYER_ID, num_layers - 1)]
+    if explicit and unservable:
+        logger.warning("SGLang cannot capture layer ids %s and will not serve a draft that reads them", unservable)
+    return layer_ids

@@ -1,0 +1,180 @@
+"""Loading the target through transformers: configuration, tokenizer, weights."""
+
+import importlib.util
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
+
+_REFUSED_MODEL_TYPES = frozenset({"minimax_m3_vl"})
+_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES_SHOWN = 5
+
+
+def refuse_unsupported_model_type(model_type: str) -> None:
+    """Raise ValueError for a target whose states cannot be captured."""
+    if model_type in _REFUSED_MODEL_TYPES:
+        raise ValueError(
+            f"model_type={model_type!r} is not supported: it is a multimodal model without a causal language model "
+            "class for its text part; give a text-only target"
+        )
+
+
+def read_model_type(source: TargetSource) -> str:
+    """Read the `model_type` from the raw configuration, empty when it has none.
+
+    Raises ValueError when the model cannot be found or its configuration not read.
+    """
+    return str(_config_fields(source).get("model_type", ""))
+
+
+def load_target_config(source: TargetSource) -> PretrainedConfig:
+    """Load the configuration, without weights.
+
+    Raises ValueError, in one line that names the model, when it is unknown or unsupported.
+    """
+    fields = _config_fields(source)
+    refuse_unsupported_model_type(str(fields.get("model_type", "")))
+    location = locate(source)
+    with one_line_errors(source, "configuration"):
+        if location.gguf_file is not None:  # reading the header once more would take seconds
+            return AutoConfig.for_model(**fields)
+        config = AutoConfig.from_pretrained(location.name, trust_remote_code=source.trust_remote_code)
+        return cast(PretrainedConfig, config)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of `config` that describes the language model; `config` itself for a text-only target."""
+    return config.get_text_config(decoder=True)
+
+
+def load_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
+    """Load the target's tokenizer.
+
+    Raises ValueError, in one line that names the model, when it has none.
+    """
+    location = locate(source)
+    with one_line_errors(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            location.name, trust_remote_code=source.trust_remote_code, **_gguf_argument(location)
+        )
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn auto, bf16, fp16 or fp32 into a dtype; auto is bfloat16 on CUDA and float32 elsewhere.
+
+    Raises ValueError for any other name.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _COMPUTE_DTYPES:
+        raise ValueError(f"compute dtype {name!r} is unknown: expected one of auto, {', '.join(_COMPUTE_DTYPES)}")
+    return _COMPUTE_DTYPES[name]
+
+
+def load_target(
+    source: TargetSource, *, dtype: torch.dtype, device: torch.device, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """Load the target as a causal language model, frozen and in eval mode.
+
+    The weights are read as `dtype`; buffers such as `inv_freq` stay float32, which a cast of the loaded model would
+    round. GGUF blocks are unpacked to `dtype`. `attn_implementation` is a name that transformers knows (eager, sdpa,
+    flash_attention_2, ...), None for its choice.
+
+    Raises ValueError, in one line that names the model, when it is unknown or unsupported, does not offer the attention
+    implementation, or when a weight is absent from the checkpoint or has another shape.
+    """
+    config = load_target_config(source)
+    location = locate(source)
+    placement = _placement(device)
+    what = "weights" if attn_implementation is None else f"weights (attention {attn_implementation!r})"
+    with one_line_errors(source, what):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            location.name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, all of them by name
+            **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
+            **_gguf_argument(location),
+            **_gguf_unpacked(location),
+            **placement,
+        )
+    target, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    _refuse_unloaded_weights(source, info)
+    if not placement:
+        target.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its overloads
+    target.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
+    target.requires_grad_(False)
+    return target
+
+
+def _config_fields(source: TargetSource) -> dict[str, Any]:
+    location = locate(source)
+    with one_line_errors(source, "configuration"):
+        if location.gguf_file is None:
+            return PretrainedConfig.get_config_dict(location.name)[0]
+        path = Path(location.name, location.gguf_file)
+        state = path.stat()
+        return deepcopy(_gguf_config_fields(path, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _gguf_config_fields(path: Path, _size: int, _mtime_ns: int) -> dict[str, Any]:
+    """Fields of a GGUF header, kept because a walk over its vocabulary takes seconds; size and time are the key."""
+    fields, _ = PretrainedConfig.get_config_dict(str(path.parent), gguf_file=path.name)
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
+
+
+def _gguf_argument(location: Location) -> dict[str, Any]:
+    return {} if location.gguf_file is None else {"gguf_file": location.gguf_file}
+
+
+def _gguf_unpacked(location: Location) -> dict[str, Any]:
+    """Ask for plain weights: packed ones need a kernel that not every machine has, and then other bits come out."""
+    if location.gguf_file is None or not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def _placement(device: torch.device) -> dict[str, Any]:
+    """Load straight onto an accelerator where accelerate is installed, else by way of host memory."""
+    if device.type == "cpu" or importlib.util.find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": device}}
+
+
+def _refuse_unloaded_weights(source: TargetSource, info: Mapping[str, Any]) -> None:
+    missing = sorted(str(name) for name in info["missing_keys"])
+    mismatched = sorted(str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"])
+    if missing:
+        raise ValueError(
+            f"the checkpoint of model {source.model!r} lacks {_shortened(missing)}, which would start out random: "
+            "give a complete checkpoint"
+        )
+    if mismatched:
+        raise ValueError(
+            f"the checkpoint of model {source.model!r} holds {_shortened(mismatched)} in another shape than its "
+            "configuration says: give a checkpoint that fits"
+        )
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -1,0 +1,272 @@
+"""A store opened for reading: its samples, and batches of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import Manifest
+from dspark_store.format.metadata import read_metadata, record_nodes
+from dspark_store.format.objects import Expected
+from dspark_store.format.schema import (
+    COLUMNS,
+    IDS,
+    LAST,
+    LAYERS,
+    MASK,
+    TOKEN_OBJECTS,
+    StoreSchema,
+    object_key,
+)
+from dspark_store.format.shard import Place
+from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.readers.fetch import ChunkRun, ObjectPool, fetch_run
+from dspark_store.readers.foreign import ForeignColumn
+from dspark_store.readers.index import StoreIndex
+
+type Layout = Literal["flat", "stacked"]
+
+
+def open_cache(path: str | os.PathLike[str], *, allow_incomplete: bool = False, verify: bool = True) -> Cache:
+    """Open a store for reading; cheap, whatever its size.
+
+    ``allow_incomplete`` admits a store that is still being written; ``verify`` checks every chunk's checksum.
+    Raises FileNotFoundError (no store), ValueError (incomplete, or another format version) or DamagedStoreError.
+    """
+    return Cache(LocalStorage(path), allow_incomplete=allow_incomplete, verify=verify)
+
+
+class Cache:
+    """A store's samples: ``len(cache)``, ``cache[i]``, and `read` for batches. Picklable: it travels as its path.
+
+    A sample has four keys: ``input_ids`` and ``loss_mask``, (S,) int64; ``target_hidden_states``, (S, K*H), and
+    ``target_last_hidden_states``, (S, H), in the cache dtype. Positions at or past the sample's length hold the pad
+    token id, 0 and zeros.
+    """
+
+    def __init__(self, storage: Storage, *, allow_incomplete: bool = False, verify: bool = True) -> None:
+        self.storage = storage
+        self.verify = verify
+        self._allow_incomplete = allow_incomplete
+        metadata = read_metadata(storage)
+        self.record = metadata.record
+        if not self.record.complete and not allow_incomplete:
+            raise ValueError(
+                f"store at {storage} is incomplete (its precompute was interrupted or still runs): "
+                "run the precompute again with --resume to finish it"
+            )
+        self.index = StoreIndex(storage, self.record)
+        expected = record_nodes(self.record)
+        self._foreign = {
+            column: ForeignColumn(storage, column, self.schema)
+            for column in COLUMNS
+            if metadata.nodes[column] != expected[column]
+        }
+        self._pool = ObjectPool(storage)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.storage, self._allow_incomplete, self.verify)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
+
+    @property
+    def schema(self) -> StoreSchema:
+        """The shape of the store."""
+        return self.record.schema
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, as the precompute wrote it."""
+        return self.record.manifest
+
+    @property
+    def target_config(self) -> Mapping[str, JsonValue] | None:
+        """The target's text configuration as JSON."""
+        return self.record.target_config
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The captured layers, in slot order."""
+        return self.schema.layer_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the states."""
+        return self.schema.dtype.torch_dtype
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that stands past a sample's end."""
+        pad = self.manifest.get("pad_token_id")
+        return pad if isinstance(pad, int) else 0
+
+    @property
+    def foreign_columns(self) -> frozenset[str]:
+        """The columns that somebody rewrote with other codecs or chunks; they have no trailers."""
+        return frozenset(self._foreign)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(N,) int32: tokens of each sample."""
+        return self.index.length
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """(N,) int32: supervised tokens of each sample."""
+        return self.index.supervised
+
+    @property
+    def status(self) -> np.ndarray:
+        """(N,) uint8: 0 for a good sample, 1 for one with non-finite states."""
+        return self.index.status
+
+    def __len__(self) -> int:
+        return self.schema.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one sample, padded to S; negative indices count from the end, IndexError past either end."""
+        batch = self.read([index])
+        return {name: values[0] for name, values in batch.items()}
+
+    def read(
+        self,
+        rows: Sequence[int],
+        *,
+        columns: Sequence[str] = COLUMNS,
+        layers: Sequence[int] | None = None,
+        positions: slice | None = None,
+        layout: Layout = "flat",
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Read a batch of B samples: for each asked column a tensor with a new first axis.
+
+        ``layers`` picks captured layers by id, in the order given; only their bytes are read. ``positions`` is a slice
+        of step 1; only its span is read. ``layout`` "stacked" gives ``target_hidden_states`` as (B, K, S, H) instead of
+        (B, S, K*H). ``out`` holds tensors to fill, by column. Raises IndexError (row), ValueError (column, layer or
+        shape), DamagedStoreError (naming column, sample, shard and object).
+        """
+        samples = [self._wrap(row) for row in rows]
+        if self.record.phase == "tokens":
+            raise ValueError(f"store at {self.storage} is still in its token phase: its samples cannot be read yet")
+        unknown = [column for column in columns if column not in COLUMNS]
+        if unknown:
+            raise ValueError(f"column {unknown[0]!r} is unknown; choose from {', '.join(COLUMNS)}")
+        slots = self._slots(layers)
+        start, stop = self._span(positions)
+        batch: dict[str, torch.Tensor] = {}
+        for column in columns:
+            shape = self._shape(column, len(samples), len(slots), stop - start, layout)
+            given = None if out is None else out.get(column)
+            batch[column] = target = self._buffer(column, shape, given)
+            if column in (IDS, MASK):
+                self._read_tokens(column, samples, start, stop, target)
+            else:
+                self._read_states(column, samples, slots, start, stop, self._by_layer(column, target, layout))
+        return batch
+
+    def _wrap(self, row: int) -> int:
+        sample = row + len(self) if row < 0 else row
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {row} is outside the store's {len(self)} samples")
+        return int(sample)
+
+    def _slots(self, layers: Sequence[int] | None) -> list[int]:
+        if layers is None:
+            return list(range(self.schema.num_layers))
+        missing = [layer for layer in layers if layer not in self.layer_ids]
+        if missing:
+            raise ValueError(f"layer {missing[0]} was not captured; the store has {list(self.layer_ids)}")
+        return [self.layer_ids.index(layer) for layer in layers]
+
+    def _span(self, positions: slice | None) -> tuple[int, int]:
+        start, stop, step = (positions or slice(None)).indices(self.schema.seq_length)
+        if step != 1:
+            raise ValueError(f"positions must be a slice of step 1, got {positions}")
+        return start, max(start, stop)
+
+    def _shape(self, column: str, batch: int, layers: int, length: int, layout: Layout) -> tuple[int, ...]:
+        width = self.schema.hidden_size
+        if column in (IDS, MASK):
+            return batch, length
+        if column == LAST:
+            return batch, length, width
+        if layout == "stacked":
+            return batch, layers, length, width
+        return batch, length, layers * width
+
+    def _buffer(self, column: str, shape: tuple[int, ...], given: torch.Tensor | None) -> torch.Tensor:
+        dtype = torch.int64 if column in (IDS, MASK) else self.dtype
+        if given is None:
+            return torch.empty(shape, dtype=dtype)
+        if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
+            raise ValueError(
+                f"out[{column!r}] must be {shape} {dtype} on the CPU, got {tuple(given.shape)} {given.dtype}"
+            )
+        return given
+
+    def _by_layer(self, column: str, target: torch.Tensor, layout: Layout) -> np.ndarray:
+        """View a state tensor as its stored bits, (B, K, S, H), whatever the layout."""
+        if column == LAST:
+            target = target.unsqueeze(1)
+        elif layout == "flat":
+            width = self.schema.hidden_size
+            target = target.view(*target.shape[:2], target.shape[2] // width, width).transpose(1, 2)
+        bits = target.view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
+        return bits.view(self.schema.dtype.stored)
+
+    def _read_tokens(self, column: str, samples: Sequence[int], start: int, stop: int, target: torch.Tensor) -> None:
+        values = target.numpy()
+        seq = self.schema.seq_length
+        stored = np.empty(seq, "<i4" if column == IDS else "u1")
+        for out, sample in zip(values, samples, strict=True):
+            length = int(self.lengths[sample])
+            if length:
+                self._fetch(column, 0, sample, 0, length, stored[:length])
+            count = max(0, min(stop, length) - start)
+            out[:count] = stored[start : start + count]
+            out[count:] = self.pad_token_id if column == IDS else 0
+
+    def _read_states(
+        self, column: str, samples: Sequence[int], slots: Sequence[int], start: int, stop: int, target: np.ndarray
+    ) -> None:
+        for rows, sample in zip(target, samples, strict=True):
+            end = max(start, min(stop, int(self.lengths[sample])))
+            for out, slot in zip(rows, [0] if column == LAST else slots, strict=True):
+                if end > start:
+                    self._fetch(column, slot, sample, start, end, out[: end - start])
+                out[end - start :] = 0
+
+    def _fetch(self, column: str, slot: int, sample: int, start: int, stop: int, out: np.ndarray) -> None:
+        shard, row = self.schema.tokens.locate(sample)
+        layer = self.schema.layer_id(slot) if column == LAYERS else None
+        try:
+            if column in self._foreign:
+                self._foreign[column].fetch(sample, slot, start, stop, out)
+                return
+            grid = self.schema.tokens if column in (IDS, MASK) else self.schema.states
+            key = object_key(column, shard, slot)
+            expected = self._expected(column, slot, layer, shard)
+            stored = self._pool.get(key, grid.slots, expected)
+            fetch_run(stored, grid, self.schema.chain(column), ChunkRun(row, start, stop), out, verify=self.verify)
+        except FileNotFoundError as error:
+            raise ValueError(f"sample {sample} is in shard {shard}, which is not captured yet") from error
+        except (DamagedStoreError, OSError) as error:
+            where = column if layer is None else f"{column}, layer {layer}"
+            raise DamagedStoreError(f"{where}, sample {sample} (shard {shard}): {error}") from error
+
+    def _expected(self, column: str, slot: int, layer: int | None, shard: int) -> Expected:
+        token_positions = {name: position for position, name in enumerate(TOKEN_OBJECTS)}
+        states = len(TOKEN_OBJECTS) + (self.schema.num_layers if column == LAST else slot)
+        record = self.index.object_record(shard, token_positions.get(column, states))
+        return Expected(self.record.store_id, Place(column, slot, layer, shard), record)
+
+
+def _reopen(storage: Storage, allow_incomplete: bool, verify: bool) -> Cache:
+    return Cache(storage, allow_incomplete=allow_incomplete, verify=verify)

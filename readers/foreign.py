@@ -1,0 +1,43 @@
+"""Columns whose ``zarr.json`` no preset writes: another codec chain or chunking. zarr-python reads them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import zarr
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.schema import IDS, LAYERS, MASK, StoreSchema
+from dspark_store.format.storage import LocalStorage, Storage
+
+
+class ForeignColumn:
+    """One column read through zarr-python, with the thin reader's results.
+
+    There is no trailer to check; damage shows as far as the column's own codecs detect it.
+    """
+
+    def __init__(self, storage: Storage, column: str, schema: StoreSchema) -> None:
+        if not isinstance(storage, LocalStorage):
+            raise ValueError(f"column {column} has a foreign codec chain, which is read from local stores only")
+        self._path = storage.path(column)
+        self._column = column
+        self._schema = schema
+        self._lock = threading.Lock()
+        self._array: zarr.Array[Any] | None = None
+
+    def fetch(self, sample: int, slot: int, start: int, stop: int, out: np.ndarray) -> None:
+        """Fill ``out`` with the positions [start, stop) of a sample; DamagedStoreError when zarr cannot decode them."""
+        width = self._schema.hidden_size
+        features = slice(slot * width, (slot + 1) * width) if self._column == LAYERS else slice(None)
+        try:
+            with self._lock:
+                if self._array is None:
+                    self._array = zarr.open_array(self._path, mode="r", config={"read_missing_chunks": False})
+            token_column = self._column in (IDS, MASK)
+            values = self._array[sample, start:stop] if token_column else self._array[sample, start:stop, features]
+        except (ValueError, RuntimeError, OSError) as error:
+            raise DamagedStoreError(f"zarr-python cannot read it: {error}") from error
+        out[...] = np.asarray(values).view(out.dtype)

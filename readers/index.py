@@ -1,0 +1,107 @@
+"""The small arrays that a reader holds in memory: lengths, supervision, status, and the ledger's rows."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.ledger import Ledger, unpack_array
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.schema import (
+    INDEX_DIGEST,
+    INDEX_LENGTH,
+    INDEX_OBJECTS,
+    INDEX_STATUS,
+    INDEX_SUPERVISED,
+    STATE_LEDGER,
+    STATUS_FILL,
+    TOKEN_LEDGER,
+    TOKEN_OBJECTS,
+    ArraySpec,
+)
+from dspark_store.format.shard import ObjectRecord
+from dspark_store.format.storage import Storage
+
+
+class StoreIndex:
+    """Index arrays of one store, each read and checked when it is first asked for."""
+
+    def __init__(self, storage: Storage, record: StoreRecord) -> None:
+        self._storage = storage
+        self._record = record
+        self._rows: dict[tuple[str, int], np.ndarray] = {}
+
+    @cached_property
+    def length(self) -> np.ndarray:
+        """(N,) int32: tokens of each sample."""
+        return self._token_index(INDEX_LENGTH)
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """(N,) int32: supervised tokens of each sample."""
+        return self._token_index(INDEX_SUPERVISED)
+
+    @cached_property
+    def digest(self) -> np.ndarray:
+        """(N, 2) uint64: each sample's digest of ids and mask."""
+        return self._token_index(INDEX_DIGEST)
+
+    @cached_property
+    def status(self) -> np.ndarray:
+        """(N,) uint8: 0 good, 1 non-finite; 255 throughout while the store is growing."""
+        if not self._record.complete:
+            return np.full(self._record.schema.num_samples, STATUS_FILL, np.uint8)
+        return self._read(INDEX_STATUS, self._record.schema.final_index()[INDEX_STATUS])
+
+    @cached_property
+    def _objects(self) -> np.ndarray:
+        return self._read(INDEX_OBJECTS, self._record.schema.final_index()[INDEX_OBJECTS])
+
+    def committed(self) -> list[int]:
+        """Return the shards that can be read, ascending; one listing while the store is growing."""
+        schema = self._record.schema
+        if self._record.complete:
+            return list(range(schema.tokens.num_shards))
+        if self._record.phase == "tokens":
+            return []
+        shards = Ledger(self._storage, STATE_LEDGER, len(schema.state_objects)).committed()
+        return [shard for shard in shards if shard < schema.tokens.num_shards]
+
+    def object_record(self, shard: int, position: int) -> ObjectRecord:
+        """Return the ledger's row of an object: its position counts the token objects first, then the state objects.
+
+        FileNotFoundError when the shard of a growing store is not committed.
+        """
+        if self._record.complete:
+            nbytes, digest = self._objects[shard, position]
+            return ObjectRecord(int(nbytes), int(digest))
+        tokens = len(TOKEN_OBJECTS)
+        path = TOKEN_LEDGER if position < tokens else STATE_LEDGER
+        nbytes, digest = self._ledger_row(path, shard)[position if position < tokens else position - tokens]
+        return ObjectRecord(int(nbytes), int(digest))
+
+    def shard_bytes(self, shard: int) -> int:
+        """Return the stored bytes of a committed shard; an object with two places counts once."""
+        positions = [0, 1, *range(len(TOKEN_OBJECTS), len(TOKEN_OBJECTS) + len(self._record.schema.state_objects))]
+        return sum(record.nbytes for record in {self.object_record(shard, position) for position in positions})
+
+    def _ledger_row(self, path: str, shard: int) -> np.ndarray:
+        if (path, shard) not in self._rows:
+            objects = len(TOKEN_OBJECTS) if path == TOKEN_LEDGER else len(self._record.schema.state_objects)
+            self._rows[path, shard] = Ledger(self._storage, path, objects).row(shard)
+        return self._rows[path, shard]
+
+    def _token_index(self, path: str) -> np.ndarray:
+        spec = self._record.schema.token_index()[path]
+        if self._record.phase == "tokens":
+            return np.zeros(spec.shape, spec.data_type)
+        return self._read(path, spec)
+
+    def _read(self, path: str, spec: ArraySpec) -> np.ndarray:
+        if array_checksum(self._storage, path, spec) != self._record.checksums.get(path):
+            raise DamagedStoreError(f"index array {path} of {self._storage} is not the one that was sealed")
+        (key,) = array_keys(path, spec)
+        return unpack_array(self._storage.read(key), spec.data_type, spec.shape, key)

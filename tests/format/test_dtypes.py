@@ -1,0 +1,68 @@
+"""States and their stored bits are two views of one memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_store.format.dtypes import CACHE_DTYPES, CacheDtype, bits_tensor, cache_dtype, cache_dtype_of, tensor_bits
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", CACHE_DTYPES.values(), ids=CACHE_DTYPES)
+
+
+@EVERY_DTYPE
+def test_the_bits_of_a_tensor_are_its_own_memory(dtype: CacheDtype) -> None:
+    states = torch.zeros((3, 4), dtype=dtype.torch_dtype)
+    bits = tensor_bits(states)
+    bits[1, 2] = 1
+    assert bits.dtype == dtype.bits
+    assert states[1, 2] != 0
+
+
+@EVERY_DTYPE
+def test_the_tensor_of_stored_values_is_their_own_memory(dtype: CacheDtype) -> None:
+    stored = np.zeros((3, 4), dtype.stored)
+    states = bits_tensor(stored, dtype.torch_dtype)
+    states[1, 2] = 1.0
+    assert states.dtype is dtype.torch_dtype
+    assert stored.view(dtype.bits)[1, 2] != 0
+
+
+@EVERY_DTYPE
+def test_every_bit_pattern_survives_the_way_there_and_back(dtype: CacheDtype) -> None:
+    step = 1 if dtype.itemsize == 2 else 65_521
+    patterns = np.arange(0, 2 ** (8 * dtype.itemsize), step, dtype=np.uint64).astype(dtype.bits)
+    states = bits_tensor(patterns.copy().view(dtype.stored), dtype.torch_dtype)
+    assert np.array_equal(tensor_bits(states), patterns)
+
+
+@EVERY_DTYPE
+def test_a_fill_value_is_nan(dtype: CacheDtype) -> None:
+    fill = np.array([dtype.fill_bits], dtype.bits)
+    assert bool(torch.isnan(bits_tensor(fill.view(dtype.stored), dtype.torch_dtype)).all())
+
+
+@EVERY_DTYPE
+def test_a_dtype_is_found_by_its_names(dtype: CacheDtype) -> None:
+    assert cache_dtype(dtype.name) is dtype
+    assert cache_dtype_of(dtype.torch_dtype) is dtype
+    assert getattr(torch, dtype.logical) is dtype.torch_dtype
+
+
+@EVERY_DTYPE
+def test_stored_items_are_little_endian_and_as_wide_as_the_states(dtype: CacheDtype) -> None:
+    assert dtype.stored.itemsize == dtype.itemsize == dtype.torch_dtype.itemsize
+    assert dtype.stored == dtype.stored.newbyteorder("<")
+
+
+def test_bits_of_parameters_need_no_gradient() -> None:
+    assert tensor_bits(torch.nn.Parameter(torch.ones(2))).tolist() == [0x3F800000, 0x3F800000]
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'fp8' is not a cache dtype; choose one of bf16, fp16, fp32"):
+        cache_dtype("fp8")
+
+
+def test_an_unknown_torch_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64 is not a cache dtype; choose one of bf16, fp16, fp32"):
+        cache_dtype_of(torch.float64)

@@ -1,0 +1,100 @@
+"""The manifest decides identity: by content, never by path, name or bookkeeping."""
+
+from dataclasses import replace
+
+import pytest
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import (
+    StoreRecord,
+    identity_digest,
+    mismatch_fields,
+    parse_record,
+    seal_digest,
+)
+from dspark_store.format.schema import StoreSchema
+
+SCHEMA = StoreSchema(7, 3, 20, 8, 2, (2, -1), cache_dtype("bf16"), "default", 8)
+RECORD = StoreRecord(
+    "an-id",
+    SCHEMA,
+    phase="states",
+    declared_complete=True,
+    manifest={"dtype": "bf16", "seq_length": 20},
+    target_config={"hidden_size": 8},
+    head={"softcap": 30.0},
+    producers=({"torch": "2.9"},),
+    weights={"target/lm_head/weight": [19, 8]},
+    checksums={"index/length": "00"},
+)
+
+
+def test_equal_manifests_do_not_differ() -> None:
+    assert mismatch_fields({"dtype": "bf16"}, {"dtype": "bf16"}) == []
+
+
+def test_fields_that_differ_are_named_in_order() -> None:
+    assert mismatch_fields({"dtype": "bf16", "a": 1, "same": 0}, {"dtype": "fp16", "b": 2, "same": 0}) == [
+        "a",
+        "b",
+        "dtype",
+    ]
+
+
+def test_a_missing_field_equals_null() -> None:
+    assert mismatch_fields({"train_split": None}, {}) == []
+
+
+@pytest.mark.parametrize("field", ["format_version", "complete", "target_model", "train_data_path", "target_revision"])
+def test_bookkeeping_paths_and_names_are_never_compared(field: str) -> None:
+    assert mismatch_fields({field: "one"}, {field: "other"}) == []
+    assert identity_digest({field: "one", "dtype": "bf16"}) == identity_digest({"dtype": "bf16"})
+
+
+def test_fields_to_ignore_are_not_compared() -> None:
+    assert mismatch_fields({"num_samples": 3}, {"num_samples": 4}, ignore=frozenset({"num_samples"})) == []
+
+
+def test_the_number_of_samples_is_no_part_of_the_identity() -> None:
+    assert identity_digest({"num_samples": 3}) == identity_digest({"num_samples": 4}) == identity_digest({})
+
+
+def test_another_value_is_another_identity() -> None:
+    assert identity_digest({"dtype": "bf16"}) != identity_digest({"dtype": "fp16"})
+    assert len(identity_digest({})) == 32
+
+
+def test_a_record_comes_back_from_its_attributes() -> None:
+    assert parse_record(RECORD.attributes(), "here") == RECORD
+
+
+def test_a_store_counts_as_complete_in_its_last_phase_only() -> None:
+    assert not RECORD.complete
+    assert replace(RECORD, phase="complete").complete
+
+
+@pytest.mark.parametrize("version", [999, 0, None, "1"])
+def test_another_format_version_is_refused_with_both_numbers(version: JsonValue) -> None:
+    attributes = {**RECORD.attributes(), "format_version": version}
+    with pytest.raises(ValueError, match=f"format_version {version!r}, this version of dspark-store reads 1"):
+        parse_record(attributes, "here")
+
+
+@pytest.mark.parametrize(
+    "field", [name for name in RECORD.attributes() if name not in ("format_version", "complete", "semantics")]
+)
+def test_a_missing_attribute_is_damage(field: str) -> None:
+    attributes = {name: value for name, value in RECORD.attributes().items() if name != field}
+    with pytest.raises(DamagedStoreError, match=f"the store at here is malformed: KeyError\\('{field}'\\)"):
+        parse_record(attributes, "here")
+
+
+def test_the_seal_follows_every_attribute_and_every_node() -> None:
+    attributes, nodes = RECORD.attributes(), {"index": {"node_type": "group"}}
+    seal = seal_digest(attributes, nodes)
+    assert seal_digest({**attributes, "seal": "any"}, nodes) == seal
+    assert seal_digest(attributes, {"index": {"node_type": "array"}}) != seal
+    for name in attributes:
+        assert seal_digest({**attributes, name: "changed"}, nodes) != seal

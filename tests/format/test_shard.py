@@ -1,0 +1,246 @@
+"""One object: chunks in the order they came, a trailer that says what they are, an index that Zarr reads."""
+
+import struct
+from collections.abc import Buffer, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark_store.format.codecs import EncodedChunk, plain_chain
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import canonical_json
+from dspark_store.format.shard import ObjectLabel, ObjectRecord, ObjectTail, Place, ShardWriter, parse_label, read_tail
+
+SLOTS = 6
+PLACE = Place("target_hidden_states", 1, 5, 12)
+LABEL = ObjectLabel("a-store", (PLACE,), 2, "digest-of-tokens", (1,))
+ORDER = (3, 0, 4)
+"""The slots that are written, in the order they come; the others are absent."""
+
+
+@dataclass
+class Memory:
+    """An object in memory, written and then read."""
+
+    data: bytes = b""
+    committed: bool = False
+    aborted: bool = False
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.data)
+
+    def write(self, data: Buffer) -> None:
+        self.data += bytes(data)
+        self.size = len(self.data)
+
+    def commit(self) -> None:
+        self.committed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.data[offset : offset + length]
+
+    def read_into(self, buffer: Buffer, offset: int) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+def chunk(slot: int) -> EncodedChunk:
+    payload = bytes([slot]) * (slot + 1)
+    return EncodedChunk(payload, crc32c(payload))
+
+
+def write(order: Sequence[int] = ORDER, label: ObjectLabel = LABEL) -> tuple[Memory, ObjectRecord]:
+    memory = Memory()
+    writer = ShardWriter(memory, SLOTS)
+    for slot in order:
+        writer.append(slot, chunk(slot))
+    return memory, writer.finish(label)
+
+
+def tail_of(data: bytes) -> ObjectTail:
+    return read_tail(Memory(data), SLOTS)
+
+
+def test_chunks_are_stored_in_the_order_they_come() -> None:
+    memory, _ = write()
+    stored = b"".join(bytes(chunk(slot).payload) + chunk(slot).crc_bytes() for slot in ORDER)
+    assert memory.data.startswith(stored)
+
+
+def test_a_chunk_is_written_when_it_comes() -> None:
+    memory = Memory()
+    ShardWriter(memory, SLOTS).append(2, chunk(2))
+    assert len(memory.data) == chunk(2).nbytes
+    assert not memory.committed
+
+
+def test_the_index_is_zarrs() -> None:
+    memory, _ = write()
+    index = memory.data[-16 * SLOTS - 4 : -4]
+    entries = list(struct.iter_unpack("<QQ", index))
+    assert entries[3] == (0, 8)
+    assert entries[0] == (8, 5)
+    assert entries[1] == (2**64 - 1, 2**64 - 1)
+    assert struct.unpack("<I", memory.data[-4:]) == (crc32c(index),)
+
+
+@given(st.permutations(range(SLOTS)), st.integers(0, SLOTS))
+def test_the_tail_says_what_was_written(order: list[int], count: int) -> None:
+    memory, record = write(order[:count])
+    tail = tail_of(memory.data)
+    assert (tail.label, tail.record) == (LABEL, record)
+    assert np.flatnonzero(tail.present).tolist() == sorted(order[:count])
+    for slot in order[:count]:
+        stored = memory.read(int(tail.offsets[slot]), int(tail.sizes[slot]))
+        plain_chain(1).check(memoryview(stored), int(tail.crcs[slot]))
+
+
+def test_a_long_label_needs_a_second_read_and_comes_back() -> None:
+    label = ObjectLabel("a-store", (PLACE, PLACE), 2, "t", tuple(range(5000)))
+    memory, record = write(label=label)
+    tail = tail_of(memory.data)
+    assert (tail.label, tail.record) == (label, record)
+
+
+def test_the_record_is_the_objects_size_and_a_digest_that_follows_it() -> None:
+    memory, record = write()
+    assert record.nbytes == len(memory.data)
+    assert write()[1] == record
+    assert write(order=(0, 3, 4))[1].digest != record.digest
+
+
+def test_a_slot_is_written_once() -> None:
+    writer = ShardWriter(Memory(), SLOTS)
+    writer.append(2, chunk(2))
+    with pytest.raises(ValueError, match="slot 2 was written already"):
+        writer.append(2, chunk(2))
+
+
+def test_finishing_commits_and_aborting_does_not() -> None:
+    memory, _ = write()
+    assert (memory.committed, memory.aborted) == (True, False)
+    dropped = Memory()
+    ShardWriter(dropped, SLOTS).abort()
+    assert (dropped.committed, dropped.aborted) == (False, True)
+
+
+def test_a_cut_anywhere_is_damage() -> None:
+    memory, _ = write()
+    for cut in range(len(memory.data)):
+        with pytest.raises(DamagedStoreError):
+            tail_of(memory.data[:cut])
+
+
+def test_bytes_before_or_behind_are_damage() -> None:
+    memory, _ = write()
+    for data in (b"x" + memory.data, memory.data + b"x", memory.data + b"\0" * 100):
+        with pytest.raises(DamagedStoreError):
+            tail_of(data)
+
+
+def test_a_flip_in_the_tail_is_damage_or_another_record() -> None:
+    memory, record = write()
+    first = sum(chunk(slot).nbytes for slot in ORDER)
+    for place in range(first, len(memory.data)):
+        for bit in range(8):
+            flipped = bytearray(memory.data)
+            flipped[place] ^= 1 << bit
+            try:
+                assert tail_of(bytes(flipped)).record != record
+            except DamagedStoreError:
+                continue
+
+
+def test_another_number_of_slots_is_damage() -> None:
+    memory, _ = write()
+    for slots in (SLOTS - 1, SLOTS + 1, 2 * SLOTS):
+        with pytest.raises(DamagedStoreError):
+            read_tail(Memory(memory.data), slots)
+
+
+def test_a_wrong_magic_is_a_missing_trailer() -> None:
+    memory, _ = write()
+    assert memory.data.count(b"DSPKTRLR") == 2
+    end = memory.data.rindex(b"DSPKTRLR")
+    with pytest.raises(DamagedStoreError, match="trailer is missing"):
+        tail_of(memory.data[:end] + b"DSPKTRLX" + memory.data[end + 8 :])
+    with pytest.raises(DamagedStoreError, match="trailer is malformed"):
+        tail_of(memory.data.replace(b"DSPKTRLR", b"XSPKTRLR", 1))
+
+
+def test_a_wrong_index_checksum_is_named() -> None:
+    memory, _ = write()
+    with pytest.raises(DamagedStoreError, match="shard index checksum is wrong"):
+        tail_of(memory.data[:-1] + bytes([memory.data[-1] ^ 1]))
+
+
+def test_an_index_that_does_not_cover_the_data_is_named() -> None:
+    memory, _ = write()
+    index = bytearray(memory.data[-16 * SLOTS - 4 : -4])
+    struct.pack_into("<QQ", index, 16 * 3, 2**64 - 1, 2**64 - 1)
+    forged = memory.data[: -16 * SLOTS - 4] + index + struct.pack("<I", crc32c(index))
+    with pytest.raises(DamagedStoreError, match="does not cover"):
+        tail_of(forged)
+
+
+def test_a_trailer_longer_than_the_object_is_named() -> None:
+    memory, _ = write()
+    end = len(memory.data) - 16 * SLOTS - 4 - 12
+    with pytest.raises(DamagedStoreError, match="longer than the object"):
+        tail_of(memory.data[:end] + struct.pack("<I", 2**31) + memory.data[end + 4 :])
+
+
+def test_an_empty_object_is_too_short() -> None:
+    with pytest.raises(DamagedStoreError, match="object of 0 bytes is too short for its index of 6 chunks"):
+        tail_of(b"")
+
+
+def test_another_trailer_version_is_named() -> None:
+    with pytest.raises(DamagedStoreError, match="trailer version 2 is unknown, expected 1"):
+        parse_label(canonical_json({"version": 2}))
+
+
+@pytest.mark.parametrize("header", [b"", b"{", b"[]", b"\xff", b'{"version":1}', b'{"version":1,"places":[1]}'])
+def test_a_malformed_header_is_damage(header: bytes) -> None:
+    with pytest.raises(DamagedStoreError, match="malformed"):
+        parse_label(header)
+
+
+LABELS = st.builds(
+    ObjectLabel,
+    st.text(),
+    st.lists(st.builds(Place, st.text(), st.integers(0), st.none() | st.integers(-1), st.integers(0))).map(tuple),
+    st.integers(0),
+    st.text(),
+    st.lists(st.integers(0)).map(tuple),
+)
+
+
+@given(LABELS)
+def test_a_label_comes_back(label: ObjectLabel) -> None:
+    assert parse_label(label.header()) == label
+
+
+@pytest.mark.parametrize(
+    ("recorded", "accepted"),
+    [
+        (Place("c", 1, 5, 2), True),
+        (Place("c", 1, None, 2), True),
+        (Place("c", 1, 6, 2), False),
+        (Place("c", 0, 5, 2), False),
+        (Place("c", 1, 5, 3), False),
+        (Place("d", 1, 5, 2), False),
+    ],
+)
+def test_a_place_accepts_itself_and_its_layer_unnamed(recorded: Place, accepted: bool) -> None:
+    assert Place("c", 1, 5, 2).accepts(recorded) is accepted
+    assert Place("c", 1, None, 2).accepts(Place("c", 1, 5, 2))

@@ -1,0 +1,137 @@
+"""Format version 1, pinned: today's code reads the committed stores, and writes them again."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dspark_store import Cache, open_cache, read_weights, verify_store
+from dspark_store.format.manifest import ATTRIBUTE
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
+from dspark_store.format.shard import read_tail
+from dspark_store.format.storage import LocalStorage
+from tests.golden.make import GOLDEN, Golden
+from tests.stores import bits
+
+V1 = Path(__file__).with_name("v1")
+EVERY_STORE = pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
+FOLLOWS_THE_CODEC = ("checksums", "seal")
+"""Attributes that change with the bytes that a compression library makes."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a golden store must hold."""
+
+    arrays: dict[str, np.ndarray]
+    facts: dict[str, Any]
+
+
+def expected(golden: Golden, directory: Path = V1) -> Contents:
+    with np.load(directory / f"{golden.name}.npz") as arrays:
+        return Contents(dict(arrays), json.loads((directory / f"{golden.name}.json").read_text(encoding="utf-8")))
+
+
+def opened(golden: Golden) -> Cache:
+    return open_cache(V1 / golden.name)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@EVERY_STORE
+def test_the_samples_of_a_golden_store_are_read(golden: Golden) -> None:
+    cache, arrays = opened(golden), expected(golden).arrays
+    first = 0
+    for row, length in enumerate(arrays["lengths"]):
+        batch = cache.read([row], positions=slice(0, int(length)), layout="stacked")
+        span = slice(first, first + length)
+        assert np.array_equal(batch[IDS][0], arrays["ids"][span])
+        assert np.array_equal(batch[MASK][0], arrays["mask"][span])
+        assert np.array_equal(bits(batch[LAYERS][0]), arrays["layers"][:, span])
+        assert np.array_equal(bits(batch[LAST][0]), arrays["last"][span])
+        first += length
+    assert len(cache) == len(arrays["lengths"])
+
+
+@EVERY_STORE
+def test_the_weights_of_a_golden_store_are_read(golden: Golden) -> None:
+    cache, arrays = opened(golden), expected(golden).arrays
+    weights = read_weights(cache.storage, cache.record)
+    assert np.array_equal(bits(weights.embed), arrays["embed"])
+    assert np.array_equal(bits(weights.head), arrays["head"])
+
+
+@EVERY_STORE
+def test_the_facts_of_a_golden_store_are_read(golden: Golden) -> None:
+    cache, facts = opened(golden), expected(golden).facts
+    assert cache.manifest == facts["manifest"]
+    assert cache.record.store_id == facts["store_id"]
+    assert cache.status.tolist() == facts["status"]
+    assert cache.lengths.tolist() == expected(golden).arrays["lengths"].tolist()
+    assert cache.target_config == {"hidden_size": 4, "num_hidden_layers": 4, "rms_norm_eps": 1e-06}
+
+
+@EVERY_STORE
+def test_a_golden_store_has_no_problems(golden: Golden) -> None:
+    assert verify_store(opened(golden)) == []
+
+
+@EVERY_STORE
+def test_what_a_golden_store_must_hold_has_not_changed(golden: Golden, tmp_path: Path) -> None:
+    golden.make(tmp_path)
+    today, before = expected(golden, tmp_path), expected(golden)
+    assert today.facts == before.facts
+    assert today.arrays.keys() == before.arrays.keys()
+    assert all(np.array_equal(today.arrays[name], values) for name, values in before.arrays.items())
+
+
+def test_plain_objects_and_metadata_are_written_byte_by_byte_as_before(tmp_path: Path) -> None:
+    golden = next(golden for golden in GOLDEN if golden.codec == "none")
+    golden.make(tmp_path)
+    assert files(tmp_path / golden.name) == files(V1 / golden.name)
+
+
+@EVERY_STORE
+def test_a_store_written_today_has_the_files_and_the_metadata_of_the_golden_one(golden: Golden, tmp_path: Path) -> None:
+    golden.make(tmp_path)
+    today, before = files(tmp_path / golden.name), files(V1 / golden.name)
+    assert today.keys() == before.keys()
+    for name in before:
+        if name.endswith("zarr.json") or (name.startswith("index/") and name != "index/objects/c.0.0.0"):
+            assert without_codec_bytes(today[name]) == without_codec_bytes(before[name]), name
+
+
+def without_codec_bytes(data: bytes) -> object:
+    """Parse metadata, leaving out what follows the codec's bytes; other objects are compared as they are."""
+    if not data.startswith(b"{"):
+        return data
+    document = json.loads(data)
+    attributes = document["attributes"].get(ATTRIBUTE, {})
+    return document, [attributes.pop(name, None) is None for name in FOLLOWS_THE_CODEC]
+
+
+@EVERY_STORE
+def test_objects_written_today_have_the_golden_ones_labels_and_chunks(golden: Golden, tmp_path: Path) -> None:
+    golden.make(tmp_path)
+    slots = {IDS: 2, MASK: 2, LAYERS: 4, LAST: 4}
+    for column, count in slots.items():
+        for name in LocalStorage(V1 / golden.name).list(column):
+            if name != "zarr.json":
+                key = f"{column}/{name}"
+                assert structure(tmp_path / golden.name, key, count) == structure(V1 / golden.name, key, count)
+
+
+def structure(root: Path, key: str, slots: int) -> tuple[object, list[bool]]:
+    reader = LocalStorage(root).open(key)
+    tail = read_tail(reader, slots)
+    reader.close()
+    return tail.label, tail.present.tolist()
+
+
+def test_golden_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in V1.rglob("*") if path.is_file()) < 100_000

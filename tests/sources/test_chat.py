@@ -1,0 +1,165 @@
+import json
+
+import numpy as np
+import pytest
+
+from dspark_store.sources import ChatSource, Source, SourceError
+from tests.sources.test_masks import bits
+from tests.sources.words import CHAT, HEADER, HEADER_CHAT, PLAIN, TAGGED, word_tokenizer, write_rows
+
+ROW = {"messages": CHAT}
+
+
+def numbered(count):
+    return [{"messages": [{"role": "user", "content": f"w{index % 3 + 1} " * (index + 1)}]} for index in range(count)]
+
+
+def source(path, template=PLAIN, seq_length=24, truncation_side="right", **options):
+    return ChatSource(path, word_tokenizer(template, truncation_side=truncation_side), seq_length=seq_length, **options)
+
+
+def mask_of(path, **options):
+    (sample,) = source(path, **options).read()
+    assert len(sample.input_ids) == len(sample.loss_mask)
+    return sample.loss_mask.tolist()
+
+
+@pytest.fixture
+def one_chat(tmp_path):
+    return write_rows(tmp_path / "chats.jsonl", ROW)
+
+
+def lengths(samples):
+    return [len(sample.input_ids) for sample in samples]
+
+
+def test_a_sample_has_its_true_length_and_no_padding(one_chat):
+    chat: Source = source(one_chat)
+    (sample,) = chat.read()
+    assert sample.input_ids.dtype == np.int32
+    assert sample.loss_mask.dtype == np.uint8
+    assert sample.loss_mask.tolist() == bits("0*5 1*5 0*4 1*4")
+
+
+@pytest.mark.parametrize(
+    ("template", "seq_length", "expected"),
+    [(PLAIN, 10, "0*5 1*5"), (PLAIN, 4, "0*4"), (TAGGED, 9, "0*7 1*2"), (TAGGED, 7, "0*7")],
+)
+def test_long_conversations_are_cut_and_kept_even_when_nothing_is_supervised(one_chat, template, seq_length, expected):
+    assert mask_of(one_chat, template=template, seq_length=seq_length) == bits(expected)
+
+
+@pytest.mark.parametrize(("template", "expected"), [(PLAIN, "1*2 0*4 1*4"), (TAGGED, "1*2 0*6 1*2")])
+def test_the_left_side_is_cut_where_the_tokenizer_says_so(one_chat, template, expected):
+    assert mask_of(one_chat, template=template, seq_length=10, truncation_side="left") == bits(expected)
+    (whole,) = source(one_chat, template).read()
+    (cut,) = source(one_chat, template, seq_length=10, truncation_side="left").read()
+    assert cut.input_ids.tolist() == whole.input_ids[-10:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "side", "expected"),
+    [(24, "right", "0*7 1*2 0*5 1*2"), (8, "right", "0*7 1"), (8, "left", "1 0*5 1*2")],
+)
+def test_reasoning_is_found_before_the_cut(tmp_path, seq_length, side, expected):
+    path = write_rows(tmp_path / "chats.jsonl", {"messages": HEADER_CHAT})
+    options = {"template": HEADER, "seq_length": seq_length, "truncation_side": side, "mask_reasoning_content": True}
+    assert mask_of(path, **options) == bits(expected)
+
+
+def test_reading_goes_on_at_any_position(tmp_path):
+    chat = source(write_rows(tmp_path / "chats.jsonl", *numbered(7)), shuffle_seed=3)
+    every = lengths(chat.read())
+    assert [lengths(chat.read(start)) for start in range(8)] == [every[start:] for start in range(8)]
+    with pytest.raises(ValueError, match="start is 8; expected 0 to 7"):
+        chat.read(8)
+
+
+def test_rows_are_shuffled_then_sliced_then_counted(tmp_path):
+    path = write_rows(tmp_path / "chats.jsonl", *numbered(10))
+    chat = source(path, split="train[2:8]", shuffle_seed=42, max_samples=3)
+    assert len(chat) == 3
+    assert lengths(chat.read()) == [row + 4 for row in (0, 7, 3)]
+
+
+def test_the_identity_is_by_content_and_not_by_path(tmp_path):
+    one, copy = (write_rows(tmp_path / name, ROW) for name in ("a.jsonl", "b.jsonl"))
+    other = write_rows(tmp_path / "c.jsonl", ROW, ROW)
+    assert source(one).identity() == source(copy).identity() != source(other).identity()
+    assert "a.jsonl" not in json.dumps(source(one).identity())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split": "train[:1]"},
+        {"shuffle_seed": 0},
+        {"max_samples": 1},
+        {"mask_reasoning_content": True},
+        {"truncation_side": "left"},
+    ],
+)
+def test_every_option_that_decides_samples_is_in_the_identity(one_chat, options):
+    assert source(one_chat, **options).identity() != source(one_chat).identity()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not valid JSON"),
+        ("[]", "line 3: the row is a JSON list"),
+        ("{}", "line 3: the row has neither messages nor conversations"),
+        ('{"messages": [{"role": "critic"}]}', r"line 3: messages\[0\]\.role is 'critic'"),
+        ('{"messages": []}', "line 3: messages must be a list of at least one"),
+    ],
+)
+def test_a_bad_row_is_an_error_when_it_is_read(tmp_path, line, message):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(ROW)}\n\n{line}\n")
+    samples = source(path).read()
+    next(samples)
+    with pytest.raises(SourceError, match=rf"chats\.jsonl, {message}"):
+        next(samples)
+
+
+def test_a_conversation_that_renders_to_nothing_is_an_error(one_chat):
+    with pytest.raises(SourceError, match="line 1: the chat template renders the conversation to no tokens"):
+        next(source(one_chat, "{% if false %}{% endif %}").read())
+
+
+def test_a_tokenizer_without_template_is_refused_at_once(one_chat):
+    with pytest.raises(SourceError, match="no chat template"):
+        source(one_chat, None)
+
+
+def test_a_broken_template_is_refused_at_once(one_chat):
+    with pytest.raises(SourceError, match="not valid Jinja"):
+        source(one_chat, "{% for m in messages %}")
+
+
+@pytest.mark.parametrize("options", [{"seq_length": 0}, {"num_workers": -1}])
+def test_impossible_numbers_are_refused(one_chat, options):
+    with pytest.raises(SourceError, match="expected"):
+        source(one_chat, **options)
+
+
+def test_named_templates_are_chosen_by_the_tools(tmp_path):
+    rows = [ROW, {**ROW, "tools": [{"name": "t"}]}]
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": TAGGED}
+    chat = ChatSource(write_rows(tmp_path / "chats.jsonl", *rows), tokenizer, seq_length=24)
+    assert [sample.loss_mask.sum() for sample in chat.read()] == [9, 5]
+
+
+def test_workers_give_the_same_samples_and_the_same_error(tmp_path):
+    path = write_rows(tmp_path / "chats.jsonl", *numbered(150), {}, ROW)
+    expected, samples = [], []
+    with pytest.raises(SourceError) as here:
+        expected.extend(source(path, shuffle_seed=1).read())
+    with pytest.raises(SourceError) as there:
+        samples.extend(source(path, shuffle_seed=1, num_workers=1).read())
+    assert str(here.value) == str(there.value)
+    assert len(samples) == len(expected) > 0
+    for sample, other in zip(samples, expected, strict=True):
+        assert sample.input_ids.tolist() == other.input_ids.tolist()
+        assert sample.loss_mask.tolist() == other.loss_mask.tolist()

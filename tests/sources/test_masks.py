@@ -1,0 +1,211 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from dspark_store.sources.masks import prefix_mask, shared_prefix_length, tokens_and_mask
+from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.rendering import Renderer, Tokens
+from dspark_store.sources.source import SourceError
+from tests.sources.words import CHAT, PLAIN, TAGGED, THINKING_IN_LAST_TURN_ONLY, WORDS, word_tokenizer
+
+
+def mask_of(template, messages=CHAT, tokenizer=None, **options):
+    renderer = Renderer(tokenizer or word_tokenizer(template))
+    _, mask = tokens_and_mask(renderer, Conversation(messages, None), **options)
+    return mask.tolist()
+
+
+def bits(text):
+    """`0*2 1` for [0, 0, 1]."""
+    runs = [run.partition("*") for run in text.split()]
+    return [int(value) for value, _, count in runs for _ in range(int(count or 1))]
+
+
+REWRITTEN: list[Message] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo", "reasoning_content": "r1"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "ok", "reasoning_content": "r2"},
+]
+
+
+def test_without_tags_an_assistant_message_is_its_header_and_closing_too():
+    assert mask_of(PLAIN) == bits("0*5 1*5 0*4 1*4")
+
+
+def test_with_tags_only_what_is_inside_them_is_supervised():
+    assert mask_of(TAGGED) == bits("0*7 1*3 0*6 1*2")
+
+
+def test_tags_without_spaces_give_the_same_mask():
+    tight = TAGGED.replace("{% generation %}", "{%generation%}").replace("{% endgeneration %}", "{%endgeneration%}")
+    assert mask_of(tight) == mask_of(TAGGED)
+
+
+def test_turns_of_two_tokens_alternate():
+    two = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
+    assert mask_of(two, turns) == bits("0*2 1*2 0*2 1*2")
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_a_conversation_without_assistant_is_all_zero(template):
+    assert mask_of(template, CHAT[:1]) == bits("0*5")
+
+
+def test_a_conversation_may_start_with_the_assistant():
+    assert mask_of(PLAIN, CHAT[1:3]) == bits("1*5 0*4")
+    assert mask_of(TAGGED, CHAT[1:3]) == bits("0*2 1*3 0*4")
+
+
+def test_assistant_messages_in_a_row_are_all_marked():
+    assert mask_of(PLAIN, [CHAT[0], CHAT[1], CHAT[3]]) == bits("0*5 1*9")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "terminator", "length"),
+    [
+        ([], None, 0),
+        ([1], None, 1),
+        ([1, 2], None, 2),
+        ([1, 2, 3], None, 3),
+        ([9], None, None),
+        ([1, 9], None, None),
+        ([1, 9, 3], None, None),
+        ([1, 2, 3, 4], None, None),
+        ([1, 9], 9, 1),
+        ([9], 9, None),
+        ([1, 2, 3, 9], 9, None),
+    ],
+)
+def test_a_prefix_is_exact_up_to_a_terminator(prefix, terminator, length):
+    assert shared_prefix_length(prefix, [1, 2, 3], terminator) == length
+
+
+def test_a_terminator_that_longer_renders_do_not_have_is_no_part_of_a_turn():
+    ended = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}</s>"
+    assert mask_of(ended) == bits("0*3 1*3 0*2 1*3")
+
+
+def test_a_template_that_changes_earlier_turns_is_refused():
+    with pytest.raises(SourceError, match=r"rewrites earlier turns.*first 2 messages.*\{% generation %\}"):
+        mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN)
+
+
+def test_one_turn_of_such_a_template_works():
+    assert mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN[:2]) == bits("0*4 1*7")
+
+
+def test_generation_tags_work_where_earlier_turns_change():
+    tagged = (
+        "{% for m in messages %}<s> {{ m.role }} {% if m.role == 'assistant' %}{% generation %}"
+        "{% if m.reasoning_content and loop.last %}<think> {{ m.reasoning_content }} </think> {% endif %}"
+        "{{ m.content }} </s> {% endgeneration %}{% else %}{{ m.content }} </s> {% endif %}{% endfor %}"
+    )
+    assert mask_of(tagged, REWRITTEN) == bits("0*6 1*2 0*6 1*5")
+
+
+def test_a_refused_conversation_says_why():
+    with pytest.raises(SourceError, match="the chat template refuses the conversation: no, thanks"):
+        mask_of("{{ raise_exception('no, thanks') }}")
+
+
+def test_a_refused_system_message_goes_to_the_user():
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    assert mask_of(refusing, [{"role": "system", "content": "ok"}, *CHAT[:2]]) == bits("0*6 1*5")
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_padding_options_of_the_tokenizer_do_not_matter(template):
+    tokenizer = word_tokenizer(template, padding_side="left")
+    tokenizer.backend_tokenizer.enable_padding(length=40, direction="left")
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    assert tokenizer.pad_token_id == 0
+    assert mask_of(template, tokenizer=tokenizer) == mask_of(template)
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_half_a_surrogate_pair_is_an_error(template):
+    with pytest.raises(SourceError, match=r"the chat template refuses|surrogate"):
+        mask_of(template, [{"role": "user", "content": "\ud800"}])
+
+
+@pytest.mark.parametrize("special", [{}, {"additional_special_tokens": ["user", "assistant"]}])
+def test_tools_are_rendered_in_every_prefix(special):
+    template = "{% if tools %}{{ tools[0].name }} {% endif %}" + PLAIN
+    renderer = Renderer(word_tokenizer(template, **special))
+    _, mask = tokens_and_mask(renderer, Conversation(CHAT[:2], [{"name": "w1"}]))
+    assert mask.tolist() == bits("0*6 1*5")
+
+
+class WithoutOffsets(PreTrainedTokenizerFast):
+    """Stands for a tokenizer without fast backend."""
+
+    is_fast = False
+
+    def __call__(self, *args, return_offsets_mapping=False, **options):
+        assert not return_offsets_mapping
+        return super().__call__(*args, **options)
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_without_offsets_masks_are_those_of_prefixes(template, caplog):
+    fast = word_tokenizer(template)
+    slow = WithoutOffsets(tokenizer_object=fast.backend_tokenizer, eos_token="</s>")
+    slow.chat_template = template
+    assert mask_of(template, tokenizer=slow) == bits("0*5 1*5 0*4 1*4")
+    assert ("generation tags cannot be mapped" in caplog.text) == (template == TAGGED)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<s>", "</s>"])
+    generator = random.Random(7)
+    backend.train_from_iterator([" ".join(generator.choices(WORDS, k=40)) for _ in range(50)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+
+
+CHATML = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+UNMARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, UNMARKED])
+def test_offsets_give_what_tokenising_every_prefix_gives(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    renderer = Renderer(tokenizer)
+    text = st.text(st.sampled_from(" \n<s>/aé🤗\u0301hiyo"), max_size=12)
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), text), min_size=1, max_size=5))
+    def check(turns):
+        messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+        rendered = renderer.render(messages, None)
+        tokens = renderer.tokenise(rendered)
+        without = Tokens(tokens.ids, None, None)
+
+        def outcome(tokens):
+            try:
+                return prefix_mask(renderer, Conversation(messages, None), rendered, tokens).tolist()
+            except SourceError as error:
+                return str(error)
+
+        assert outcome(tokens) == outcome(without)
+
+    check()
+
+
+def test_masks_and_ids_have_the_types_of_a_sample():
+    ids, mask = tokens_and_mask(Renderer(word_tokenizer()), Conversation(CHAT, None))
+    assert (ids.dtype.name, mask.dtype.name) == ("int32", "uint8")
+    assert [WORDS[index] for index in ids[:5]] == ["<s>", "user", "hi", "there", "</s>"]

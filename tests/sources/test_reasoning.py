@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark_store.sources.masks import tokens_and_mask
+from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.reasoning import reasoning_spans, removed_span, tokens_in_spans
+from dspark_store.sources.rendering import Renderer
+from tests.sources.test_masks import REWRITTEN, WithoutOffsets, bits
+from tests.sources.words import HEADER, HEADER_CHAT, THINKING, THINKING_IN_LAST_TURN_ONLY, word_tokenizer
+
+HI: Message = {"role": "user", "content": "hi"}
+
+
+def answer(content, reasoning, field="reasoning_content"):
+    return {"role": "assistant", "content": content, field: reasoning}
+
+
+def masked(template, messages, tokenizer=None):
+    """Return the positions that hold reasoning."""
+    renderer = Renderer(tokenizer or word_tokenizer(template))
+    text = renderer.render(messages, None)
+    spans = reasoning_spans(lambda changed: renderer.render(changed, None), messages, text, "a.jsonl, line 3")
+    return np.flatnonzero(tokens_in_spans(renderer, text, renderer.tokenise(text), spans)).tolist()
+
+
+def test_the_delimiters_that_vanish_belong_to_the_reasoning():
+    renderer = Renderer(word_tokenizer(THINKING))
+    conversation = Conversation([HI, answer("ok", "r1 r2")], None)
+    _, mask = tokens_and_mask(renderer, conversation, mask_reasoning_content=True)
+    assert mask.tolist() == bits("0*4 1 1 0*4 1 1")
+
+
+def test_every_message_has_its_own():
+    assert masked(THINKING, [HI, answer("ok", "r1"), HI, answer("yo", "r2 r3")]) == [6, 7, 8, 17, 18, 19, 20]
+
+
+def test_delimiters_that_stay_are_not_masked():
+    always = THINKING.replace("{% if m.reasoning_content %}", "{% if m.role == 'assistant' %}")
+    assert masked(always, [HI, answer("ok", "r1 r2")]) == [7, 8]
+
+
+BARE = (
+    "{% for m in messages %}<s> {{ m.role }} {% if m.reasoning_content %}{{ m.reasoning_content }} {% endif %}"
+    "{{ m.content }} </s> {% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "expected"),
+    [
+        ("w1 w2", "w1", [6]),
+        ("w1 w1 w1", "w1 w1", [6, 7]),
+        ("w2", "w1 w2 w1", [6, 7, 8]),
+        ("ok", "assistant", [6]),
+    ],
+)
+def test_reasoning_that_looks_like_its_neighbours_is_found_exactly(content, reasoning, expected):
+    assert masked(BARE, [HI, answer(content, reasoning)]) == expected
+
+
+def test_reasoning_that_the_template_drops_is_a_warning(caplog):
+    assert masked(THINKING_IN_LAST_TURN_ONLY, REWRITTEN) == [14, 15, 16]
+    (record,) = caplog.records
+    assert record.getMessage() == ("a.jsonl, line 3: the chat template does not render the reasoning of message 1")
+
+
+def test_blank_reasoning_and_that_of_users_is_left_alone(caplog):
+    assert masked(BARE, [{**HI, "reasoning_content": "r1"}, answer("ok", ""), HI]) == []
+    assert not caplog.records
+
+
+def test_a_header_that_changes_with_the_reasoning_belongs_to_it():
+    assert masked(HEADER, HEADER_CHAT) == [4, 5, 6, 12, 13]
+
+
+def test_other_names_of_the_field_are_known():
+    assert masked(THINKING, [HI, answer("ok", "r1", field="thinking")]) == [6, 7, 8]
+
+
+def test_reasoning_rendered_in_another_form_is_found_by_what_changes():
+    upper = BARE.replace(
+        "{{ m.reasoning_content }}", "{{ m.reasoning_content|length }} {{ m.reasoning_content|upper }}"
+    )
+    assert masked(upper, [HI, answer("ok", "r1 r2")]) == [6, 7, 8]
+
+
+def test_tokenizers_without_offsets_give_the_same():
+    slow = WithoutOffsets(tokenizer_object=word_tokenizer().backend_tokenizer, eos_token="</s>")
+    slow.chat_template = BARE
+    assert masked(BARE, [HI, answer("w1 w2", "w1")], slow) == [6]
+
+
+def test_removed_span_knows_what_it_must_contain():
+    assert removed_span("a b b c", "a b c", None) == (4, 6)
+    assert removed_span("a b b c", "a b c", (2, 3)) == (2, 4)
+    assert removed_span("same", "same", None) is None
+    assert removed_span("ab", "axb", None) is None
+
+
+@given(st.text("ab ", max_size=6), st.text("ab ", max_size=3), st.text("ab ", min_size=1, max_size=4), st.text("ab "))
+def test_taking_the_span_out_gives_the_other_text(head, before, core, tail):
+    text, without = head + before + core + tail, head + tail
+    span = removed_span(text, without, (len(head + before), len(head + before + core)))
+    assert span is not None
+    start, stop = span
+    assert text[:start] + text[stop:] == without
+    assert start <= len(head + before)
+    assert stop >= len(head + before + core)
+
+
+def test_offsets_without_their_spaces_are_enough():
+    renderer = Renderer(word_tokenizer())
+    tokens = renderer.tokenise("hi  there")
+    trimmed = type(tokens)(np.array([1, 2, 3], np.int32), np.array([0, 4, 4]), np.array([2, 4, 9]))
+    assert tokens_in_spans(renderer, "hi  there", trimmed, [(2, 4)]).tolist() == [False, True, False]

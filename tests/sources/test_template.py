@@ -1,0 +1,88 @@
+import json
+import logging
+
+import pytest
+
+from dspark_store.sources.source import SourceError
+from dspark_store.sources.template import apply_chat_template_option, has_generation_tags, refuses_system_role
+from tests.sources.words import PLAIN, TAGGED, word_tokenizer
+
+
+def template_from(value, own=None):
+    tokenizer = word_tokenizer(own)
+    apply_chat_template_option(tokenizer, value)
+    return tokenizer.chat_template
+
+
+def test_none_keeps_the_tokenizers_own_template():
+    assert template_from(None, own=PLAIN) == PLAIN
+
+
+def test_none_without_a_template_is_an_error():
+    with pytest.raises(SourceError, match="no chat template"):
+        template_from(None)
+
+
+@pytest.mark.parametrize("inline", ["{% for m in messages %}{% endfor %}", "{{ messages }}"])
+def test_jinja_is_taken_as_it_is(inline):
+    assert template_from(inline, own=PLAIN) == inline
+
+
+def test_a_file_gives_its_text(tmp_path):
+    (tmp_path / "t.jinja").write_text(TAGGED)
+    assert template_from(tmp_path / "t.jinja") == TAGGED
+    assert template_from(str(tmp_path / "t.jinja")) == TAGGED
+
+
+def test_a_json_file_gives_its_entry(tmp_path):
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": PLAIN}))
+    assert template_from(path) == PLAIN
+    path.write_text(json.dumps({"chat_template": [{"name": "default", "template": PLAIN}]}))
+    assert template_from(path) == {"default": PLAIN}
+
+
+def test_a_json_file_without_the_entry_gives_its_text_with_a_warning(tmp_path, caplog):
+    (tmp_path / "t.json").write_text('{"other": 1}')
+    with caplog.at_level(logging.WARNING):
+        assert template_from(tmp_path / "t.json") == '{"other": 1}'
+    assert "holds no Jinja" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["templates/chat.jinja", "chatml", "", "a" * 10_000])
+def test_a_mistyped_path_is_an_error(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="neither a file that can be read nor Jinja"):
+        template_from(value, own=PLAIN)
+
+
+@pytest.mark.parametrize(
+    "tag", ["{% generation %}", "{%generation%}", "{%- generation -%}", "{%+ generation %}", "{%-generation%}"]
+)
+def test_every_spelling_of_the_generation_tag_is_found(tag):
+    assert has_generation_tags(f"{{% for m in messages %}}{tag}a{{%- endgeneration %}}{{% endfor %}}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN,
+        "{# {% generation %} #}{{ messages }}",
+        "{% raw %}{% generation %}{% endraw %}",
+        "{{ '{% generation %}' }}{% for m in messages %}{% continue %}{% endfor %}",
+    ],
+)
+def test_a_tag_that_is_not_executed_does_not_count(template):
+    assert not has_generation_tags(template)
+
+
+def test_a_template_that_is_not_jinja_is_an_error():
+    with pytest.raises(SourceError, match=r"not valid Jinja.*line 1"):
+        has_generation_tags("{% for m in messages %}")
+
+
+def test_a_template_may_refuse_the_system_role():
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    assert refuses_system_role(word_tokenizer(refusing))
+    assert not refuses_system_role(word_tokenizer(PLAIN))
+    assert not refuses_system_role(word_tokenizer("{{ raise_exception('never') }}"))

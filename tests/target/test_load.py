@@ -1,0 +1,199 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dspark_store.target import (
+    TargetSource,
+    load_target,
+    load_target_config,
+    load_tokenizer,
+    read_model_type,
+    refuse_unsupported_model_type,
+    resolve_compute_dtype,
+)
+from tests.tiny import NUM_LAYERS, save_target_dir, save_tiny, tiny_deepseek_v4, tiny_gemma, tiny_gpt2, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def llama_dir(tmp_path):
+    return save_target_dir(tmp_path / "llama", tiny_llama())
+
+
+def load(directory, dtype=torch.float32, **options):
+    return load_target(TargetSource(str(directory)), dtype=dtype, device=CPU, **options)
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_loaded_target_is_frozen_and_equal_to_the_saved_one(llama_dir):
+    target = load(llama_dir)
+    assert not target.training
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+    for name, tensor in tiny_llama().state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma, tiny_deepseek_v4])
+def test_a_bf16_target_keeps_its_rotary_frequencies_in_fp32(build, tmp_path):
+    model = build()
+    target = load(save_tiny(model, tmp_path), dtype=torch.bfloat16)
+    assert target.get_input_embeddings().weight.dtype == torch.bfloat16
+    loaded = dict(target.named_buffers())
+    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    assert frequencies
+    for name, buffer in frequencies.items():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], buffer)
+
+
+def test_absent_weights_are_refused_by_name(llama_dir):
+    change_weights(llama_dir, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(llama_dir)
+
+
+def test_an_absent_untied_head_is_refused(llama_dir):
+    change_weights(llama_dir, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
+        load(llama_dir)
+
+
+def test_many_absent_weights_are_counted(llama_dir):
+    change_weights(llama_dir, lambda tensors: [tensors.pop(name) for name in list(tensors)[:8]])
+    with pytest.raises(ValueError, match="and 3 more"):
+        load(llama_dir)
+
+
+def test_weights_of_another_shape_are_refused_by_name(llama_dir):
+    change_weights(llama_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(ValueError, match=r"holds model\.norm\.weight in another shape"):
+        load(llama_dir)
+
+
+def test_a_tied_head_may_be_absent_from_the_checkpoint(tmp_path):
+    directory = save_tiny(tiny_gpt2(), tmp_path)
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    target = load(directory)
+    assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
+
+
+def test_the_attention_implementation_is_selectable(llama_dir):
+    assert load(llama_dir, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "flash_attention_2"])
+def test_an_attention_implementation_that_cannot_run_is_refused_in_one_line(llama_dir, name):
+    with pytest.raises(ValueError, match=f"attention '{name}'") as error:
+        load(llama_dir, attn_implementation=name)
+    assert "\n" not in str(error.value)
+
+
+def test_the_configuration_is_loaded_without_weights(llama_dir):
+    (llama_dir / "model.safetensors").unlink()
+    assert load_target_config(TargetSource(str(llama_dir))).num_hidden_layers == NUM_LAYERS
+
+
+def test_the_tokenizer_comes_with_its_template(llama_dir):
+    tokenizer = load_tokenizer(TargetSource(str(llama_dir)))
+    ids = tokenizer("hé <|end|>")["input_ids"]
+    assert tokenizer.decode(ids) == "hé <|end|>"
+    assert "{% generation %}" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    "model", ["nobody/nothing", "nothing", "/no/such/dir", "./none", "a/b/c", "x.gguf", "not valid!"]
+)
+@pytest.mark.parametrize("action", [load_target_config, load_tokenizer, read_model_type])
+def test_an_unknown_model_is_named_in_one_line(action, model):
+    with pytest.raises(ValueError, match=f"model '{model}'") as error:
+        action(TargetSource(model))
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_model_is_refused():
+    with pytest.raises(ValueError, match="model is empty"):
+        load_target_config(TargetSource(""))
+
+
+def test_a_file_that_is_no_gguf_is_refused(llama_dir):
+    with pytest.raises(ValueError, match="is a file: expected"):
+        load_target_config(TargetSource(str(llama_dir / "config.json")))
+
+
+def test_a_directory_without_weights_is_refused_in_one_line(llama_dir):
+    (llama_dir / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot load the weights of model") as error:
+        load(llama_dir)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", '{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'])
+def test_a_damaged_tokenizer_is_refused_in_one_line(llama_dir, content):
+    (llama_dir / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot load the tokenizer of model") as error:
+        load_tokenizer(TargetSource(str(llama_dir)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", '{"model_type": "strange"}', "{}"])
+def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(llama_dir, content):
+    (llama_dir / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot load the configuration of model") as error:
+        load_target_config(TargetSource(str(llama_dir)))
+    assert "\n" not in str(error.value)
+
+
+def test_remote_code_is_refused_unless_allowed(llama_dir):
+    change_config(llama_dir, model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    (llama_dir / "configuration_own.py").write_text(
+        "from transformers import PretrainedConfig\n\n\nclass OwnConfig(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    with pytest.raises(ValueError, match="Set trust_remote_code"):
+        load_target_config(TargetSource(str(llama_dir)))
+
+
+def test_minimax_m3_vl_is_refused_before_its_configuration_is_built(llama_dir):
+    change_config(llama_dir, model_type="minimax_m3_vl", hidden_size="not a number")
+    source = TargetSource(str(llama_dir))
+    assert read_model_type(source) == "minimax_m3_vl"
+    for action in (lambda: load_target_config(source), lambda: load(llama_dir)):
+        with pytest.raises(ValueError, match=r"model_type='minimax_m3_vl'.*multimodal"):
+            action()
+
+
+def test_other_model_types_pass():
+    refuse_unsupported_model_type("llama")
+    refuse_unsupported_model_type("")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda", torch.bfloat16),
+        ("bf16", "cpu", torch.bfloat16),
+        ("fp16", "cpu", torch.float16),
+        ("fp32", "cuda", torch.float32),
+    ],
+)
+def test_compute_dtypes_are_resolved_by_device(name, device, expected):
+    assert resolve_compute_dtype(name, torch.device(device)) == expected
+
+
+def test_an_unknown_compute_dtype_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'float8' is unknown: expected one of auto, bf16, fp16, fp32"):
+        resolve_compute_dtype("float8", CPU)

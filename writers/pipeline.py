@@ -1,0 +1,98 @@
+"""Encoding in threads, writing behind: the ordered pipeline between a captured batch and the objects on disk."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from dspark_store.format.codecs import EncodedChunk
+from dspark_store.writers.buffers import BufferPool
+
+type EncodeTask = Callable[[], EncodedChunk]
+type ChunkSink = Callable[[EncodedChunk], None]
+
+
+class EncodePipeline:
+    """Runs encode tasks on ``threads`` threads and hands their results to sinks in the order of submission.
+
+    At most ``buffer_bytes`` of chunks (before encoding) are under way; `submit` waits beyond that. Because sinks run
+    one at a time and in order, an object's bytes do not depend on the number of threads. The first error of a task or
+    a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. ``buffers`` are for the
+    chunks themselves.
+    """
+
+    def __init__(self, threads: int, buffer_bytes: int) -> None:
+        if threads < 1 or buffer_bytes < 1:
+            raise ValueError(f"threads and buffer_bytes must be >= 1, got {threads} and {buffer_bytes}")
+        self.buffers = BufferPool()
+        self._pool = ThreadPoolExecutor(threads, "encode")
+        self._queue: queue.SimpleQueue[tuple[Future[EncodedChunk], ChunkSink, int] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._buffer_bytes = buffer_bytes
+        self._pending_bytes = 0
+        self._pending = 0
+        self._error: BaseException | None = None
+        self._writer = threading.Thread(target=self._drain, name="write", daemon=True)
+        self._writer.start()
+
+    def submit(self, task: EncodeTask, nbytes: int, sink: ChunkSink) -> None:
+        """Queue one chunk of ``nbytes`` bytes."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or not self._pending or self._pending_bytes + nbytes <= self._buffer_bytes
+            )
+            self._raise_error()
+            self._pending += 1
+            self._pending_bytes += nbytes
+        self._queue.put((self._pool.submit(task), sink, nbytes))
+
+    def flush(self) -> None:
+        """Wait until every submitted chunk has reached its sink."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+            self._raise_error()
+
+    def reset(self) -> None:
+        """Wait for what is under way and forget an error, so that the shard it broke can be done again."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+            self._error = None
+
+    def close(self) -> None:
+        """End the threads; chunks still under way are finished or dropped."""
+        self._queue.put(None)
+        self._writer.join()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _drain(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, sink, nbytes = item
+            failure: BaseException | None = None
+            try:
+                chunk = future.result()
+                if self._error is None:
+                    sink(chunk)
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that submits
+                failure = error
+            del future, item
+            with self._changed:
+                self._error = self._error or failure
+                self._pending -= 1
+                self._pending_bytes -= nbytes
+                self._changed.notify_all()

@@ -1,0 +1,105 @@
+"""The two steps that make a phase final: settling the tokens, and completing the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.ledger import pack_array
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import write_metadata
+from dspark_store.format.objects import Expected, open_object
+from dspark_store.format.schema import (
+    INDEX_DIGEST,
+    INDEX_LENGTH,
+    INDEX_OBJECTS,
+    INDEX_STATUS,
+    INDEX_SUPERVISED,
+    ArraySpec,
+)
+from dspark_store.format.shard import ObjectRecord
+from dspark_store.format.storage import Storage
+from dspark_store.writers.states import state_ledger
+from dspark_store.writers.tokens import read_token_shard, token_ledger
+
+STATUS_GOOD, STATUS_NONFINITE = 0, 1
+
+
+def settle_tokens(storage: Storage, record: StoreRecord) -> StoreRecord:
+    """End the token phase: give every array its final N, write the index of the tokens, enter the states phase.
+
+    N follows from the committed shards, which must be 0..n without a hole, only the last one short. A crash at any
+    point loses nothing: everything written here is derived from the token shards.
+    """
+    ledger = token_ledger(storage)
+    shards = ledger.committed()
+    counts = [int(ledger.row(shard)[2, 1]) for shard in shards]
+    if shards != list(range(len(shards))) or any(count != record.schema.shard_size for count in counts[:-1]):
+        raise DamagedStoreError(f"token shards {shards} of {storage} are not a whole sequence")
+    schema = record.schema.settled(sum(counts))
+    manifest = {**record.manifest, "num_samples": schema.num_samples}
+    record = replace(record, schema=schema, manifest=manifest, phase="states")
+    lengths, supervised, digests = [], [], []
+    for shard in shards:
+        rows = read_token_shard(storage, record, shard)
+        lengths += rows.lengths
+        supervised += [int(mask.sum()) for mask in rows.masks]
+        digests += rows.digests()
+    values = {
+        INDEX_LENGTH: np.array(lengths, np.int32),
+        INDEX_SUPERVISED: np.array(supervised, np.int32),
+        INDEX_DIGEST: np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2),
+    }
+    record = _write_index(storage, record, schema.token_index(), values)
+    write_metadata(storage, record)
+    return record
+
+
+def complete_store(storage: Storage, record: StoreRecord) -> StoreRecord:
+    """Check every ledger row against its objects, write the final index, and seal the store complete.
+
+    DamagedStoreError when a shard is missing or an object is not the one in the ledger.
+    """
+    schema = record.schema
+    count = schema.tokens.num_shards
+    tokens, states = token_ledger(storage), state_ledger(storage, schema)
+    for name, ledger in (("token", tokens), ("state", states)):
+        if ledger.committed() != list(range(count)):
+            raise DamagedStoreError(f"{name} shard indices {ledger.committed()} of {storage} are not 0..{count - 1}")
+    table = np.stack([np.concatenate([tokens.row(shard), states.row(shard)]) for shard in range(count)])
+    status = np.full(schema.num_samples, STATUS_GOOD, np.uint8)
+    for shard in range(count):
+        bad = _check_shard(storage, record, shard, table[shard])
+        status[[shard * schema.shard_size + row for row in bad]] = STATUS_NONFINITE
+    values = {INDEX_STATUS: status, INDEX_OBJECTS: table}
+    record = _write_index(storage, record, schema.final_index(), values)
+    record = replace(record, phase="complete", declared_complete=True)
+    write_metadata(storage, record)
+    return record
+
+
+def _check_shard(storage: Storage, record: StoreRecord, shard: int, table: np.ndarray) -> set[int]:
+    """Check a shard's state objects by their tails; return the rows that any of them marks non-finite."""
+    schema = record.schema
+    digest = read_token_shard(storage, record, shard).digest
+    bad: set[int] = set()
+    for item, (nbytes, row_digest) in zip(schema.state_objects, table[-len(schema.state_objects) :], strict=True):
+        ledger_row = ObjectRecord(int(nbytes), int(row_digest))
+        expected = Expected(record.store_id, item.place(shard), ledger_row, digest)
+        stored = open_object(storage, item.key(shard), schema.states.slots, expected)
+        stored.reader.close()
+        bad.update(stored.tail.label.nonfinite)
+    return bad
+
+
+def _write_index(
+    storage: Storage, record: StoreRecord, specs: Mapping[str, ArraySpec], values: Mapping[str, np.ndarray]
+) -> StoreRecord:
+    for path, spec in specs.items():
+        (key,) = array_keys(path, spec)
+        storage.put(key, pack_array(values[path].astype(spec.data_type, copy=False)))
+    return record.with_checksums({path: array_checksum(storage, path, spec) for path, spec in specs.items()})

@@ -1,0 +1,47 @@
+"""What an interrupted run leaves behind, and its removal."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
+from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.writers.lock import LOCK_KEY, StoreLock
+from dspark_store.writers.states import state_ledger
+from dspark_store.writers.tokens import token_ledger
+
+_OBJECT_NAME = re.compile(r"c\.(\d+)(\.\d+)+")
+
+
+def sweep_uncommitted(storage: Storage, record: StoreRecord) -> int:
+    """Remove temporary files and every object whose shard has no ledger row; return how many were removed.
+
+    Only the holder of the store's lock may call it.
+    """
+    swept = storage.sweep()
+    committed = {
+        IDS: set(token_ledger(storage).committed()),
+        LAST: set(state_ledger(storage, record.schema).committed()),
+    }
+    committed[MASK], committed[LAYERS] = committed[IDS], committed[LAST]
+    for column, shards in committed.items():
+        for name in storage.list(column):
+            match = _OBJECT_NAME.fullmatch(name)
+            if match and int(match.group(1)) not in shards:
+                storage.delete(f"{column}/{name}")
+                swept += 1
+    return swept
+
+
+def sweep_finished(storage: LocalStorage, record: StoreRecord) -> int:
+    """Clean a complete store after a job that was killed between sealing it and giving its lock back.
+
+    Returns how many pieces were removed beside the lock. Nothing is touched when there is no lock, or a live one: a job
+    that is still ending removes its own.
+    """
+    if storage.exists(LOCK_KEY):
+        with contextlib.suppress(BlockingIOError), StoreLock(storage):
+            return sweep_uncommitted(storage, record)
+    return 0
