@@ -4,42 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 
-from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
 from dspark_store.format.metadata import read_metadata, record_nodes
-from dspark_store.format.objects import Expected
 from dspark_store.format.schema import (
     COLUMNS,
     IDS,
-    LAST,
-    LAYERS,
     MASK,
-    TOKEN_OBJECTS,
     StoreSchema,
-    object_key,
 )
-from dspark_store.format.shard import Place
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.readers.fetch import ChunkRun, ObjectPool, fetch_run
+from dspark_store.readers.batch import BatchReader
+from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
+from dspark_store.readers.plan import padded_spans
+from dspark_store.readers.shapes import Layout, batch_shape
+from dspark_store.readers.workers import DEFAULT_THREADS
 
-type Layout = Literal["flat", "stacked"]
 
-
-def open_cache(path: str | os.PathLike[str], *, allow_incomplete: bool = False, verify: bool = True) -> Cache:
+def open_cache(
+    path: str | os.PathLike[str],
+    *,
+    allow_incomplete: bool = False,
+    verify: bool = True,
+    threads: int = DEFAULT_THREADS,
+    open_objects: int = DEFAULT_OPEN_OBJECTS,
+) -> Cache:
     """Open a store for reading; cheap, whatever its size.
 
-    ``allow_incomplete`` admits a store that is still being written; ``verify`` checks every chunk's checksum.
+    ``allow_incomplete`` admits a store that is still being written; ``verify`` checks every chunk's checksum; a batch
+    is read by ``threads`` threads; at most ``open_objects`` files stay open.
     Raises FileNotFoundError (no store), ValueError (incomplete, or another format version) or DamagedStoreError.
     """
-    return Cache(LocalStorage(path), allow_incomplete=allow_incomplete, verify=verify)
+    return Cache(
+        LocalStorage(path),
+        allow_incomplete=allow_incomplete,
+        verify=verify,
+        threads=threads,
+        open_objects=open_objects,
+    )
 
 
 class Cache:
@@ -50,7 +58,15 @@ class Cache:
     token id, 0 and zeros.
     """
 
-    def __init__(self, storage: Storage, *, allow_incomplete: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        allow_incomplete: bool = False,
+        verify: bool = True,
+        threads: int = DEFAULT_THREADS,
+        open_objects: int = DEFAULT_OPEN_OBJECTS,
+    ) -> None:
         self.storage = storage
         self.verify = verify
         self._allow_incomplete = allow_incomplete
@@ -68,10 +84,20 @@ class Cache:
             for column in COLUMNS
             if metadata.nodes[column] != expected[column]
         }
-        self._pool = ObjectPool(storage)
+        self._threads, self._open_objects = threads, open_objects
+        self._reader = BatchReader(
+            storage,
+            self.record,
+            self.index,
+            self._foreign,
+            pad_token_id=self.pad_token_id,
+            verify=verify,
+            threads=threads,
+            open_objects=open_objects,
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.storage, self._allow_incomplete, self.verify)
+        return _reopen, (self.storage, self._allow_incomplete, self.verify, self._threads, self._open_objects)
 
     def __repr__(self) -> str:
         return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
@@ -162,14 +188,15 @@ class Cache:
         start, stop = self._span(positions)
         batch: dict[str, torch.Tensor] = {}
         for column in columns:
-            shape = self._shape(column, len(samples), len(slots), stop - start, layout)
+            shape = batch_shape(self.schema, column, len(samples), len(slots), stop - start, layout)
             given = None if out is None else out.get(column)
-            batch[column] = target = self._buffer(column, shape, given)
-            if column in (IDS, MASK):
-                self._read_tokens(column, samples, start, stop, target)
-            else:
-                self._read_states(column, samples, slots, start, stop, self._by_layer(column, target, layout))
+            batch[column] = self._buffer(column, shape, given)
+        self._reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
         return batch
+
+    def close(self) -> None:
+        """Let go of threads and open objects; the next read takes new ones."""
+        self._reader.close()
 
     def _wrap(self, row: int) -> int:
         sample = row + len(self) if row < 0 else row
@@ -191,16 +218,6 @@ class Cache:
             raise ValueError(f"positions must be a slice of step 1, got {positions}")
         return start, max(start, stop)
 
-    def _shape(self, column: str, batch: int, layers: int, length: int, layout: Layout) -> tuple[int, ...]:
-        width = self.schema.hidden_size
-        if column in (IDS, MASK):
-            return batch, length
-        if column == LAST:
-            return batch, length, width
-        if layout == "stacked":
-            return batch, layers, length, width
-        return batch, length, layers * width
-
     def _buffer(self, column: str, shape: tuple[int, ...], given: torch.Tensor | None) -> torch.Tensor:
         dtype = torch.int64 if column in (IDS, MASK) else self.dtype
         if given is None:
@@ -211,62 +228,6 @@ class Cache:
             )
         return given
 
-    def _by_layer(self, column: str, target: torch.Tensor, layout: Layout) -> np.ndarray:
-        """View a state tensor as its stored bits, (B, K, S, H), whatever the layout."""
-        if column == LAST:
-            target = target.unsqueeze(1)
-        elif layout == "flat":
-            width = self.schema.hidden_size
-            target = target.view(*target.shape[:2], target.shape[2] // width, width).transpose(1, 2)
-        bits = target.view(torch.int16 if self.dtype.itemsize == 2 else torch.int32).numpy()
-        return bits.view(self.schema.dtype.stored)
 
-    def _read_tokens(self, column: str, samples: Sequence[int], start: int, stop: int, target: torch.Tensor) -> None:
-        values = target.numpy()
-        seq = self.schema.seq_length
-        stored = np.empty(seq, "<i4" if column == IDS else "u1")
-        for out, sample in zip(values, samples, strict=True):
-            length = int(self.lengths[sample])
-            if length:
-                self._fetch(column, 0, sample, 0, length, stored[:length])
-            count = max(0, min(stop, length) - start)
-            out[:count] = stored[start : start + count]
-            out[count:] = self.pad_token_id if column == IDS else 0
-
-    def _read_states(
-        self, column: str, samples: Sequence[int], slots: Sequence[int], start: int, stop: int, target: np.ndarray
-    ) -> None:
-        for rows, sample in zip(target, samples, strict=True):
-            end = max(start, min(stop, int(self.lengths[sample])))
-            for out, slot in zip(rows, [0] if column == LAST else slots, strict=True):
-                if end > start:
-                    self._fetch(column, slot, sample, start, end, out[: end - start])
-                out[end - start :] = 0
-
-    def _fetch(self, column: str, slot: int, sample: int, start: int, stop: int, out: np.ndarray) -> None:
-        shard, row = self.schema.tokens.locate(sample)
-        layer = self.schema.layer_id(slot) if column == LAYERS else None
-        try:
-            if column in self._foreign:
-                self._foreign[column].fetch(sample, slot, start, stop, out)
-                return
-            grid = self.schema.tokens if column in (IDS, MASK) else self.schema.states
-            key = object_key(column, shard, slot)
-            expected = self._expected(column, slot, layer, shard)
-            stored = self._pool.get(key, grid.slots, expected)
-            fetch_run(stored, grid, self.schema.chain(column), ChunkRun(row, start, stop), out, verify=self.verify)
-        except FileNotFoundError as error:
-            raise ValueError(f"sample {sample} is in shard {shard}, which is not captured yet") from error
-        except (DamagedStoreError, OSError) as error:
-            where = column if layer is None else f"{column}, layer {layer}"
-            raise DamagedStoreError(f"{where}, sample {sample} (shard {shard}): {error}") from error
-
-    def _expected(self, column: str, slot: int, layer: int | None, shard: int) -> Expected:
-        token_positions = {name: position for position, name in enumerate(TOKEN_OBJECTS)}
-        states = len(TOKEN_OBJECTS) + (self.schema.num_layers if column == LAST else slot)
-        record = self.index.object_record(shard, token_positions.get(column, states))
-        return Expected(self.record.store_id, Place(column, slot, layer, shard), record)
-
-
-def _reopen(storage: Storage, allow_incomplete: bool, verify: bool) -> Cache:
-    return Cache(storage, allow_incomplete=allow_incomplete, verify=verify)
+def _reopen(storage: Storage, allow_incomplete: bool, verify: bool, threads: int, open_objects: int) -> Cache:
+    return Cache(storage, allow_incomplete=allow_incomplete, verify=verify, threads=threads, open_objects=open_objects)

@@ -1,20 +1,26 @@
-"""Fetching one sample's chunks: ranges of stored objects, decoded into the caller's buffer."""
+"""Fetching: byte ranges of stored objects, decoded straight into the batch."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numcodecs import blosc
 
-from dspark_store.format.codecs import CodecChain
+from dspark_store.format.codecs import CRC_BYTES, CodecChain, Plain
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, StoredObject, open_object
 from dspark_store.format.storage import Storage
+from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs, chunk_range
 
 DEFAULT_OPEN_OBJECTS = 256
+
+# Many threads decode at once, each a chunk: blosc's own threads would only get in their way.
+blosc.set_nthreads(1)
 
 
 class ObjectPool:
@@ -48,49 +54,128 @@ class ObjectPool:
             self._objects.clear()
 
 
+class Scratch(threading.local):
+    """A thread's own buffers, grown as needed and used again."""
+
+    def __init__(self) -> None:
+        self._stored = np.empty(0, np.uint8)
+        self._chunk = np.empty(0, np.uint8)
+
+    def stored(self, nbytes: int) -> np.ndarray:
+        """Return (nbytes,) uint8 for stored bytes."""
+        if self._stored.size < nbytes:
+            self._stored = np.empty(nbytes, np.uint8)
+        return self._stored[:nbytes]
+
+    def chunk(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array for one decoded chunk."""
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        if self._chunk.size < nbytes:
+            self._chunk = np.empty(nbytes, np.uint8)
+        return self._chunk[:nbytes].view(dtype).reshape(shape)
+
+
 @dataclass(frozen=True, slots=True)
-class ChunkRun:
-    """The stored positions [start, stop) of one row of a shard: what one read fetches."""
+class Piece:
+    """One chunk on its way: its slot, where it is decoded, and what of that is copied on to its place, if anything.
 
-    row: int
-    start: int
-    stop: int
-
-
-def fetch_run(
-    stored: StoredObject, grid: ShardGrid, chain: CodecChain, run: ChunkRun, out: np.ndarray, *, verify: bool
-) -> None:
-    """Fetch the positions of a run into ``out``, (stop - start, ...) of the stored dtype, any strides.
-
-    The chunks of a row stand side by side, so this is one read. With ``verify`` off, checksums are not looked at.
-    DamagedStoreError names the object.
+    ``into`` is (T, ...) in the stored dtype. It is the place itself where a whole chunk fits there; else scratch, and
+    ``copy`` holds (source, place).
     """
-    step = grid.chunk_tokens
-    first, last = run.start // step, -(-run.stop // step)
-    slots = range(run.row * grid.chunks_per_row + first, run.row * grid.chunks_per_row + last)
-    offsets, sizes = stored.tail.offsets[slots.start : slots.stop], stored.tail.sizes[slots.start : slots.stop]
-    if not sizes.all():
-        raise DamagedStoreError(f"object {stored.key} lacks a chunk of row {run.row}")
-    begin = int(offsets[0])
-    wanted = int(offsets[-1] + sizes[-1]) - begin
-    if wanted != int(sizes.sum()):
-        raise DamagedStoreError(f"object {stored.key} does not keep the chunks of row {run.row} together")
-    data = memoryview(stored.reader.read(begin, wanted))
-    if len(data) != wanted:
-        raise DamagedStoreError(f"object {stored.key} ends {wanted - len(data)} bytes early")
-    scratch: np.ndarray | None = None
-    for slot, offset, size in zip(slots, offsets, sizes, strict=True):
-        chunk = data[int(offset) - begin : int(offset) - begin + int(size)]
-        low = (slot - run.row * grid.chunks_per_row) * step
-        target = out[max(low, run.start) - run.start : min(low + step, run.stop) - run.start]
-        whole = len(target) == step and target.flags.c_contiguous
-        if not whole and scratch is None:
-            scratch = np.empty((step, *out.shape[1:]), out.dtype)
-        buffer = target if whole or scratch is None else scratch
+
+    slot: int
+    into: np.ndarray
+    copy: tuple[np.ndarray, np.ndarray] | None
+
+
+class Fetcher:
+    """Reads spans of objects of one column into a batch.
+
+    ``target`` is the batch, (B, K, positions, ...) in the stored dtype and with any strides. With ``verify`` off,
+    checksums are not looked at.
+    """
+
+    def __init__(self, grid: ShardGrid, chain: CodecChain, target: np.ndarray, *, verify: bool) -> None:
+        self._grid = grid
+        self._chain = chain
+        self._target = target
+        self._verify = verify
+        self._plain = isinstance(chain.compressor, Plain)
+        self._direct = target[0, 0].flags.c_contiguous if target.size else False
+
+    def fetch(self, stored: StoredObject, spans: tuple[RowSpan, ...], scratch: Scratch) -> None:
+        """Fetch the spans of one object; DamagedStoreError naming it when a chunk is absent or altered."""
         try:
-            chain.decode(chunk, buffer, crc=int(stored.tail.crcs[slot]) if verify else None)
-        except DamagedStoreError as error:
-            raise DamagedStoreError(f"object {stored.key}, slot {slot}: {error}") from error
-        if not whole:
-            skip = max(low, run.start) - low
-            target[...] = buffer[skip : skip + len(target)]
+            runs = byte_runs(self._grid, stored.tail.offsets, stored.tail.sizes, spans)
+        except ValueError as error:
+            raise DamagedStoreError(f"object {stored.key} {error}") from error
+        for run in runs:
+            if not self._plain:
+                self._read_and_decode(stored, run, scratch)
+            elif self._direct:
+                pieces = [piece for span in run.spans for piece in self._pieces(span, None)]
+                self._read_uncompressed(stored, pieces, scratch)
+            else:
+                for piece in (piece for span in run.spans for piece in self._pieces(span, scratch)):
+                    self._read_uncompressed(stored, [piece], scratch)
+            for span in run.spans:
+                wanted = span.wanted
+                end = wanted.place + wanted.stop - wanted.start
+                self._target[wanted.batch, span.layer, end : wanted.room] = 0
+
+    def _read_and_decode(self, stored: StoredObject, run: ByteRun, scratch: Scratch) -> None:
+        data = scratch.stored(run.end - run.begin)
+        _require(stored.reader.read_into(data, run.begin), len(data), stored.key)
+        view = memoryview(data)
+        for span in run.spans:
+            for piece in self._pieces(span, scratch):
+                begin = int(stored.tail.offsets[piece.slot]) - run.begin
+                chunk = view[begin : begin + int(stored.tail.sizes[piece.slot])]
+                crc = int(stored.tail.crcs[piece.slot]) if self._verify else None
+                try:
+                    self._chain.decode(chunk, piece.into, crc=crc)
+                except DamagedStoreError as error:
+                    raise DamagedStoreError(f"object {stored.key}, slot {piece.slot}: {error}") from error
+                _finish(piece)
+
+    def _read_uncompressed(self, stored: StoredObject, pieces: Sequence[Piece], scratch: Scratch) -> None:
+        """Read neighbouring chunks with one vectored read: values to where they belong, checksums beside."""
+        checksums = scratch.stored(CRC_BYTES * len(pieces)).reshape(-1, CRC_BYTES)
+        buffers = [part for piece, crc in zip(pieces, checksums, strict=True) for part in (piece.into, crc)]
+        begin, wanted = int(stored.tail.offsets[pieces[0].slot]), sum(buffer.nbytes for buffer in buffers)
+        _require(stored.reader.read_vector(buffers, begin), wanted, stored.key)
+        for piece, crc in zip(pieces, checksums, strict=True):
+            if self._verify:
+                try:
+                    self._chain.check_split(piece.into, crc, int(stored.tail.crcs[piece.slot]))
+                except DamagedStoreError as error:
+                    raise DamagedStoreError(f"object {stored.key}, slot {piece.slot}: {error}") from error
+            _finish(piece)
+
+    def _pieces(self, span: RowSpan, scratch: Scratch | None) -> Iterator[Piece]:
+        """Yield a span's chunks. With ``scratch`` they are decoded one by one and may share it."""
+        step, wanted = self._grid.chunk_tokens, span.wanted
+        target = self._target[wanted.batch, span.layer]
+        first, last = chunk_range(self._grid, span)
+        for slot in range(first, last):
+            low = (slot - span.row * self._grid.chunks_per_row) * step
+            place = low - wanted.start + wanted.place
+            if self._direct and low >= wanted.start and place + step <= wanted.room:
+                yield Piece(slot, target[place : place + step], None)
+                continue
+            shape = (step, *target.shape[1:])
+            into = np.empty(shape, target.dtype) if scratch is None else scratch.chunk(shape, target.dtype)
+            begin, end = max(low, wanted.start), min(low + step, wanted.stop)
+            there = target[place + begin - low : place + end - low]
+            yield Piece(slot, into, (into[begin - low : end - low], there))
+
+
+def _finish(piece: Piece) -> None:
+    if piece.copy is not None:
+        source, place = piece.copy
+        place[...] = source
+
+
+def _require(count: int, wanted: int, key: str) -> None:
+    if count != wanted:
+        raise DamagedStoreError(f"object {key} ends {wanted - count} bytes early")

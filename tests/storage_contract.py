@@ -155,6 +155,23 @@ class StorageContract:
         assert buffer == b"8956"
         reader.close()
 
+    def test_a_range_is_read_into_several_buffers(self, storage: Storage) -> None:
+        storage.put("a", b"0123456789")
+        reader, buffers = storage.open("a"), [bytearray(3), bytearray(1), bytearray(2)]
+        assert reader.read_vector(buffers, 2) == 6
+        assert buffers == [b"234", b"5", b"67"]
+        assert reader.read_vector(buffers, 8) == 2
+        assert buffers[0] == b"894"
+        reader.close()
+
+    def test_more_buffers_than_one_system_call_takes_are_filled(self, storage: Storage) -> None:
+        data = os.urandom(5000)
+        storage.put("a", data)
+        reader, buffers = storage.open("a"), [bytearray(1) for _ in data]
+        assert reader.read_vector(buffers, 0) == len(data)
+        assert b"".join(buffers) == data
+        reader.close()
+
     def test_threads_share_a_reader(self, storage: Storage) -> None:
         data = os.urandom(64_000)
         storage.put("a", data)

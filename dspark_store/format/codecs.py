@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Buffer
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,11 +176,16 @@ class CodecChain:
         except (RuntimeError, ValueError, TypeError) as error:
             raise DamagedStoreError(f"chunk does not decode: {error}") from error
 
-    @staticmethod
-    def check(stored: memoryview, crc: int) -> None:
+    @classmethod
+    def check(cls, stored: memoryview, crc: int) -> None:
         """Raise DamagedStoreError unless a stored chunk's checksum is right and is ``crc``."""
-        recorded = int.from_bytes(stored[-CRC_BYTES:], "little")
-        actual = crc32c(stored[:-CRC_BYTES])
+        cls.check_split(stored[:-CRC_BYTES], stored[-CRC_BYTES:], crc)
+
+    @staticmethod
+    def check_split(payload: Buffer, checksum: Buffer, crc: int) -> None:
+        """See `check`; the payload and the stored checksum lie apart."""
+        recorded = int.from_bytes(memoryview(checksum), "little")
+        actual = crc32c(payload)
         if actual != recorded or actual != crc:
             raise DamagedStoreError(f"chunk checksum is {actual:08x}, stored {recorded:08x}, promised {crc:08x}")
 

@@ -75,7 +75,7 @@ def read_metadata(storage: Storage) -> StoreMetadata:
     record = parse_record(attributes, str(storage))
     try:
         paths = list(record_nodes(record))
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         raise DamagedStoreError(f"{ROOT_KEY} of {storage} describes an impossible layout: {error}") from error
     nodes = {path: _read_document(storage, node_key(path)) for path in paths}
     if attributes.get("seal") != seal_digest(attributes, nodes):

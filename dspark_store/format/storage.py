@@ -13,10 +13,11 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+_IOV_MAX = 1024
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 
 
@@ -31,6 +32,10 @@ class ObjectReader(Protocol):
 
     def read_into(self, buffer: Buffer, offset: int) -> int:
         """Fill ``buffer`` from ``offset``; return the bytes read, fewer only at the object's end."""
+        ...
+
+    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """Fill ``buffers`` one after the other from ``offset``; return the bytes read, as `read_into` does."""
         ...
 
     def close(self) -> None:
@@ -134,6 +139,33 @@ class LocalObject:
                 break
             done += count
         return done
+
+    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """See `ObjectReader`."""
+        done = 0
+        for first in range(0, len(buffers), _IOV_MAX):
+            group = buffers[first : first + _IOV_MAX]
+            wanted = sum(memoryview(buffer).nbytes for buffer in group)
+            count = os.preadv(self._descriptor, group, offset + done)
+            if count < wanted:
+                count += self._read_rest(group, count, offset + done)
+            done += count
+            if count < wanted:
+                break
+        return done
+
+    def _read_rest(self, buffers: Sequence[Buffer], done: int, offset: int) -> int:
+        """Go on with a vectored read that the kernel cut short after ``done`` bytes; return the bytes that came."""
+        begin = came = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            skip = min(len(view), max(0, done - begin))
+            count = self.read_into(view[skip:], offset + begin + skip) if skip < len(view) else 0
+            came += count
+            if skip + count < len(view):
+                break
+            begin += len(view)
+        return came
 
     def close(self) -> None:
         """See `ObjectReader`."""

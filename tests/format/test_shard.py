@@ -50,6 +50,9 @@ class Memory:
     def read_into(self, buffer: Buffer, offset: int) -> int:
         raise NotImplementedError
 
+    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
 

@@ -5,7 +5,7 @@ import os
 import pickle
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Buffer, Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,27 @@ def test_reads_go_on_after_short_counts(storage: LocalStorage, monkeypatch: pyte
     assert reader.read(5, 40) == bytes(range(5, 45))
     assert reader.read_into(buffer, 5) == 40
     assert buffer == bytes(range(5, 45))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 7])
+def test_a_vectored_read_goes_on_where_the_kernel_cut_it_short(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    storage.put("a", b"0123456789")
+    preadv = os.preadv
+
+    def short(descriptor: int, buffers: list[Buffer], offset: int) -> int:
+        room, parts = limit, []
+        for buffer in buffers:
+            view = memoryview(buffer)[:room]
+            parts.append(view)
+            room -= len(view)
+        return preadv(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    buffers = [bytearray(3), bytearray(1), bytearray(4)]
+    assert storage.open("a").read_vector(buffers, 1) == 8
+    assert buffers == [b"123", b"4", b"5678"]
 
 
 def test_free_space_is_that_of_the_disk_before_the_store_exists(storage: LocalStorage, tmp_path: Path) -> None:

@@ -191,4 +191,4 @@ class TestObjectPool:
 
 
 def get(pool: ObjectPool, cache: Cache, shard: int) -> StoredObject:
-    return pool.get(f"{LAST}/c.{shard}.0.0", 9, cache._expected(LAST, 0, None, shard))
+    return pool.get(f"{LAST}/c.{shard}.0.0", 9, cache._reader._expected(LAST, 0, shard))

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.messages import Message, fold_system_message, read_conversation
-from dspark_store.sources.source import JsonValue, SourceError
+from dspark_store.sources.source import SourceError
 
 
 def messages_of(*messages):

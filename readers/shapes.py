@@ -1,0 +1,36 @@
+"""The shapes of a batch's tensors, and the view of them that the fetcher fills."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
+
+type Layout = Literal["flat", "stacked"]
+"""Of ``target_hidden_states``: "flat" is (B, S, K*H), "stacked" (B, K, S, H), in which chunks land in one piece."""
+
+
+def batch_shape(
+    schema: StoreSchema, column: str, batch: int, layers: int, length: int, layout: Layout
+) -> tuple[int, ...]:
+    """Return the shape of a column of a batch of ``length`` positions."""
+    width = schema.hidden_size
+    if column in (IDS, MASK):
+        return batch, length
+    if column == LAST:
+        return batch, length, width
+    return (batch, layers, length, width) if layout == "stacked" else (batch, length, layers * width)
+
+
+def state_view(column: str, target: torch.Tensor, schema: StoreSchema) -> np.ndarray:
+    """View a state tensor as stored values, (B, K, positions, H), whatever its layout."""
+    if column == LAST:
+        target = target.unsqueeze(1)
+    elif target.ndim == 3:
+        width = schema.hidden_size
+        target = target.view(*target.shape[:2], target.shape[2] // width, width).transpose(1, 2)
+    bits = target.view(torch.int16 if target.dtype.itemsize == 2 else torch.int32).numpy()
+    return bits.view(schema.dtype.stored)

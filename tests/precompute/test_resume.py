@@ -1,0 +1,179 @@
+"""Going on with a store, refusing one that belongs to another job, and what is known before a target is loaded."""
+
+import json
+
+import pytest
+import torch
+
+import dspark_store as ds
+from dspark_store.format.metadata import read_record
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute import tokenise as tokenise_module
+from dspark_store.precompute.__main__ import main
+from dspark_store.writers.lock import StoreLock
+from dspark_store.writers.states import state_ledger
+from tests.precompute.jobs import arguments, contents, interrupted, precompute, refused, run_module, states_of_files
+from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama
+
+
+def test_a_finished_store_is_refused_without_resume_and_left_alone_with_it(store, llama, chats, no_target, capsys):
+    before = states_of_files(store)
+    assert "already has shards" in refused(arguments(llama, chats, store), capsys)
+    assert main(arguments(llama, chats, store, "--resume")) == 0
+    assert "complete; nothing to do" in capsys.readouterr().out
+    assert states_of_files(store) == before
+
+
+def test_resuming_where_nothing_is_starts_a_store(store, llama, chats, tmp_path):
+    assert contents(precompute(llama, chats, tmp_path / "store", "--resume")) == contents(store)
+
+
+def test_an_unfinished_store_is_refused_without_resume_and_by_readers(unfinished, llama, chats, capsys):
+    assert "already has shards of an unfinished store" in refused(arguments(llama, chats, unfinished), capsys)
+    with pytest.raises(ValueError, match="incomplete"):
+        ds.open_cache(unfinished)
+
+
+def test_resume_fills_holes_wherever_they_are(unfinished, store, llama, chats):
+    ledger = state_ledger(LocalStorage(unfinished), read_record(LocalStorage(unfinished)).schema)
+    for shard in (0, 2):
+        ledger.retract(shard)
+    kept = states_of_files(unfinished / "ledger" / "states")
+    precompute(llama, chats, unfinished, "--resume")
+    assert kept.items() <= states_of_files(unfinished / "ledger" / "states").items()
+    assert contents(unfinished) == contents(store)
+
+
+def test_resume_finishes_a_token_phase_first(store, llama, chats, tmp_path):
+    output = interrupted(arguments(llama, chats, tmp_path / "store"), tokenise_module, "settle_tokens")
+    for shard in (0, 1):
+        (output / "ledger" / "tokens" / f"c.{shard}.0.0").unlink()
+    precompute(llama, chats, output, "--resume")
+    assert contents(output) == contents(store)
+
+
+def test_the_same_data_under_another_path_is_resumed(unfinished, store, llama, chats, tmp_path):
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(chats.read_bytes())
+    precompute(llama, moved, unfinished, "--resume")
+    cache = ds.open_cache(unfinished)
+    assert all(torch.equal(cache[row]["input_ids"], ds.open_cache(store)[row]["input_ids"]) for row in range(11))
+
+
+def test_other_data_under_the_same_path_is_refused(llama, chats, tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    data.write_bytes(chats.read_bytes())
+    job = arguments(llama, data, tmp_path / "store")
+    interrupted(job)
+    data.write_bytes(chats.read_bytes().replace(b"draft", b"craft"))
+    before = states_of_files(tmp_path / "store")
+    line = refused([*job, "--resume"], capsys)
+    assert "does not match this run in source: " in line
+    assert states_of_files(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (("--seq-length", 64), "seq_length"),
+        (("--shuffle-seed", 7), "shuffle_seed"),
+        (("--shuffle-seed", "none"), "shuffle_seed"),
+        (("--max-samples", 5), "source"),
+        (("--batch-size", 4), "batch_size"),
+        (("--dtype", "bf16"), "dtype"),
+        (("--target-layer-ids", 1, 2), "target_layer_ids"),
+        (("--compute-dtype", "bf16"), "compute_dtype"),
+        (("--codec", "none"), "codec"),
+        (("--chat-template", "{{ messages }}"), "chat_template_sha256"),
+        (("--mask-reasoning-content",), "mask_reasoning_content"),
+    ],
+)
+@pytest.mark.usefixtures("no_target")
+def test_another_job_is_refused_by_the_field_that_differs(store, llama, chats, capsys, flags, field):
+    before = states_of_files(store)
+    line = refused(arguments(llama, chats, store, "--resume", *flags), capsys)
+    assert "does not match" in line
+    assert f" {field}: store " in line
+    assert states_of_files(store) == before
+
+
+@pytest.mark.usefixtures("no_target")
+def test_another_target_of_the_same_shape_is_refused(store, chats, tmp_path, capsys):
+    other = save_target_dir(tmp_path / "other", tiny_llama(seed=1))
+    line = refused(arguments(other, chats, store, "--resume"), capsys)
+    assert "does not match this run in target_weights: " in line
+
+
+def test_shards_without_a_manifest_are_refused(unfinished, llama, chats, capsys):
+    (unfinished / "zarr.json").unlink()
+    before = states_of_files(unfinished)
+    for flags in ((), ("--resume",)):
+        assert "manifest is missing" in refused(arguments(llama, chats, unfinished, *flags), capsys)
+    assert states_of_files(unfinished) == before
+
+
+@pytest.mark.usefixtures("no_target")
+def test_a_store_that_another_job_is_writing_is_refused(llama, chats, tmp_path, capsys):
+    with StoreLock(LocalStorage(tmp_path / "store")):
+        before = states_of_files(tmp_path)
+        assert "is being written by process" in refused(arguments(llama, chats, tmp_path / "store"), capsys)
+        assert states_of_files(tmp_path) == before
+
+
+@pytest.mark.usefixtures("no_target")
+def test_an_estimate_gives_exact_bytes_and_writes_nothing(store, llama, chats, tmp_path, capsys):
+    assert main(arguments(llama, chats, tmp_path / "none", "--estimate", "--tokens-per-second", 100)) == 0
+    printed = capsys.readouterr().out
+    tokens = int(ds.open_cache(store).lengths.sum())
+    assert f"{tokens * 3 * HIDDEN_SIZE * 4:,} bytes" in printed
+    assert "at 100 tokens/s" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_target")
+def test_an_estimate_of_a_store_reads_its_index_and_knows_its_rate(store, llama, chats, capsys):
+    before = states_of_files(store)
+    assert main(arguments(llama, chats, store, "--estimate")) == 0
+    printed = capsys.readouterr().out
+    rate = read_record(LocalStorage(store)).producers[-1]["tokens_per_second"]
+    assert f"at {rate:,.0f} tokens/s" in printed
+    assert f"tokens             {int(ds.open_cache(store).lengths.sum()):,} " in printed
+    assert states_of_files(store) == before
+
+
+@pytest.mark.usefixtures("no_target")
+def test_a_disk_that_is_too_small_is_refused_before_the_target_is_loaded(llama, chats, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 1000)
+    assert "no space: up to " in refused(arguments(llama, chats, tmp_path / "store"), capsys)
+
+
+def test_a_multimodal_target_is_refused_by_its_type(chats, tmp_path, capsys):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps({"model_type": "minimax_m3_vl"}))
+    line = refused(arguments(tmp_path / "target", chats, tmp_path / "store"), capsys)
+    assert "model_type='minimax_m3_vl'" in line
+    assert "multimodal" in line
+
+
+def test_a_smoke_test_runs_a_few_samples_and_then_the_job_with_one_load(
+    store, llama, chats, tmp_path, monkeypatch, capsys
+):
+    load, loads = run_module.load_target, []
+
+    def counted(*args, **options):
+        loads.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(run_module, "load_target", counted)
+    output = precompute(llama, chats, tmp_path / "store", "--smoke", 3)
+    assert "smoke test passed: 3 samples" in capsys.readouterr().out
+    assert len(loads) == 1
+    assert list(tmp_path.iterdir()) == [output]
+    assert contents(output) == contents(store)
+
+
+def test_a_failed_smoke_test_leaves_nothing(llama, chats, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "verify_store", lambda cache: [ds.Problem((0,), "sample 0 is wrong")])
+    line = refused(arguments(llama, chats, tmp_path / "new" / "store", "--smoke", 2), capsys)
+    assert line == "error: the smoke test failed: sample 0 is wrong (1 problems)"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,122 @@
+"""The token phase: it goes on wherever it was killed, and ends with the index of what it wrote."""
+
+import numpy as np
+import pytest
+
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import read_record, write_metadata
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.tokenise import tokenise
+from dspark_store.readers.index import StoreIndex
+from dspark_store.sources.source import Sample, SourceError
+from dspark_store.writers.recovery import sweep_uncommitted
+from dspark_store.writers.tokens import read_token_shard, token_ledger
+
+SHARD_SIZE, LENGTH = 3, 8
+
+
+class ListSource:
+    """A source in memory that counts what is read, claims ``claimed`` records, and fails at ``broken``."""
+
+    def __init__(self, count, *, broken=None, claimed=None):
+        self.read_records = []
+        self._count, self._broken, self._claimed = count, broken, claimed
+
+    def identity(self):
+        return {"type": "list"}
+
+    def __len__(self):
+        return self._count if self._claimed is None else self._claimed
+
+    def read(self, start=0):
+        for record in range(start, self._count):
+            if record == self._broken:
+                raise SourceError(f"record {record} cannot be used")
+            self.read_records.append(record)
+            length = 1 + record % LENGTH
+            mask = np.arange(length, dtype=np.uint8) % 2
+            yield Sample(np.full(length, record, np.int32), mask)
+
+
+def record_of():
+    schema = StoreSchema(0, SHARD_SIZE, LENGTH, 4, 1, (0,), cache_dtype("bf16"), "default", LENGTH)
+    return StoreRecord("0" * 32, schema, manifest={"num_layers": 1})
+
+
+def new_store(directory):
+    storage = LocalStorage(directory)
+    write_metadata(storage, record_of())
+    return storage
+
+
+def ids_of(storage):
+    record = read_record(storage)
+    return [row.tolist() for shard in range(3) for row in read_token_shard(storage, record, shard).ids]
+
+
+def expected_ids(count):
+    return [[record] * (1 + record % LENGTH) for record in range(count)]
+
+
+def test_the_phase_writes_every_sample_and_settles_their_number(tmp_path):
+    storage = new_store(tmp_path)
+    record = tokenise(storage, record_of(), ListSource(8))
+    assert (record.phase, record.schema.num_samples, record.manifest["num_samples"]) == ("states", 8, 8)
+    assert read_record(storage) == record
+    assert ids_of(storage) == expected_ids(8)
+    index = StoreIndex(storage, record)
+    assert index.length.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert index.supervised.tolist() == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_samples_that_fill_their_shards_leave_no_empty_one(tmp_path):
+    record = tokenise(new_store(tmp_path), record_of(), ListSource(6))
+    assert record.schema.tokens.num_shards == 2
+    assert token_ledger(LocalStorage(tmp_path)).committed() == [0, 1]
+
+
+def test_a_source_that_fails_midway_leaves_whole_shards_and_no_more(tmp_path):
+    storage = new_store(tmp_path)
+    with pytest.raises(SourceError, match="record 4 cannot be used"):
+        tokenise(storage, record_of(), ListSource(8, broken=4))
+    assert token_ledger(storage).committed() == [0]
+    assert read_record(storage).phase == "tokens"
+    assert list(storage.temporaries()) == []
+
+
+def test_a_failed_phase_goes_on_behind_the_last_committed_shard(tmp_path):
+    storage = new_store(tmp_path)
+    with pytest.raises(SourceError):
+        tokenise(storage, record_of(), ListSource(8, broken=7))
+    source = ListSource(8)
+    tokenise(storage, record_of(), source)
+    assert source.read_records == [6, 7]
+    assert ids_of(storage) == expected_ids(8)
+
+
+@pytest.mark.parametrize(
+    ("holes", "read"), [({0}, [0, 1, 2]), ({1}, [3, 4, 5]), ({0, 2}, [0, 1, 2, 6, 7]), ({0, 1, 2}, list(range(8)))]
+)
+def test_a_hole_is_filled_by_reading_its_records_alone(tmp_path, holes, read):
+    storage = new_store(tmp_path)
+    whole = tokenise(storage, record_of(), ListSource(8))
+    for shard in holes:
+        token_ledger(storage).retract(shard)
+    sweep_uncommitted(storage, record_of())
+    source = ListSource(8)
+    again = tokenise(storage, record_of(), source)
+    assert source.read_records == read
+    assert again == whole
+    assert ids_of(storage) == expected_ids(8)
+
+
+def test_a_source_that_ends_early_is_said_to_have_changed(tmp_path):
+    with pytest.raises(SourceError, match="ended at record 6 of 9"):
+        tokenise(new_store(tmp_path), record_of(), ListSource(6, claimed=9))
+
+
+def test_a_source_without_samples_is_refused(tmp_path):
+    with pytest.raises(SourceError, match="no samples"):
+        tokenise(new_store(tmp_path), record_of(), ListSource(0))

@@ -1,0 +1,182 @@
+import threading
+import time
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark_store.format.codecs import EncodedChunk
+from dspark_store.writers import EncodePipeline
+
+
+def chunk(number):
+    return EncodedChunk(bytes([number]), number)
+
+
+def slow_chunk(number, seconds=0.0):
+    time.sleep(seconds)
+    return chunk(number)
+
+
+def fail(message):
+    raise OSError(message)
+
+
+class Gate:
+    """A task that waits until it is opened."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+
+    def __call__(self):
+        assert self.opened.wait(30)
+        return chunk(0)
+
+
+def finishes_within(seconds, call):
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(0, 0.002), max_size=30), st.integers(1, 4), st.integers(1, 40))
+def test_chunks_arrive_in_the_order_of_submission(delays, threads, buffer_bytes):
+    arrived: list[EncodedChunk] = []
+    with EncodePipeline(threads, buffer_bytes) as pipeline:
+        for number, seconds in enumerate(delays):
+            pipeline.submit(partial(slow_chunk, number, seconds), 10, arrived.append)
+        pipeline.flush()
+        assert [encoded.crc for encoded in arrived] == list(range(len(delays)))
+
+
+def test_tasks_run_at_the_same_time():
+    meeting = threading.Barrier(3)
+
+    def meet():
+        meeting.wait(30)
+        return chunk(0)
+
+    with EncodePipeline(3, 100) as pipeline:
+        for _ in range(3):
+            pipeline.submit(meet, 1, lambda _: None)
+        pipeline.flush()
+
+
+def test_submit_waits_while_the_buffer_is_full():
+    gate = Gate()
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(gate, 60, lambda _: None)
+        pipeline.submit(partial(chunk, 1), 40, lambda _: None)
+        third = partial(pipeline.submit, partial(chunk, 2), 1, lambda _: None)
+        thread = threading.Thread(target=third)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        gate.opened.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_chunk_larger_than_the_buffer_goes_alone():
+    arrived: list[EncodedChunk] = []
+    with EncodePipeline(2, 10) as pipeline:
+        for number in range(3):
+            pipeline.submit(partial(chunk, number), 1000, arrived.append)
+        pipeline.flush()
+    assert len(arrived) == 3
+
+
+@pytest.mark.parametrize("ask", ["submit", "flush"])
+def test_the_error_of_a_task_is_raised_at_the_next_call(ask):
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(partial(fail, "no room"), 1, lambda _: None)
+        with pytest.raises(OSError, match="no room"):
+            ask_until_it_raises(pipeline, ask)
+
+
+@pytest.mark.parametrize("ask", ["submit", "flush"])
+def test_the_error_of_a_sink_is_raised_at_the_next_call(ask):
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(partial(chunk, 0), 1, lambda _: fail("disk gone"))
+        with pytest.raises(OSError, match="disk gone"):
+            ask_until_it_raises(pipeline, ask)
+
+
+def ask_until_it_raises(pipeline, ask):
+    for _ in range(3000):
+        if ask == "flush":
+            pipeline.flush()
+        else:
+            pipeline.submit(partial(chunk, 1), 1, lambda _: None)
+        time.sleep(0.001)
+
+
+def test_nothing_behind_an_error_reaches_a_sink():
+    arrived: list[EncodedChunk] = []
+    gate = Gate()
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(gate, 1, lambda _: fail("disk gone"))
+        for number in range(5):
+            pipeline.submit(partial(chunk, number), 1, arrived.append)
+        gate.opened.set()
+        with pytest.raises(OSError, match="disk gone"):
+            pipeline.flush()
+    assert arrived == []
+
+
+def test_an_error_wakes_a_submit_that_waits_for_room():
+    gate = Gate()
+    raised: list[str] = []
+
+    def submit_into_a_full_buffer():
+        try:
+            pipeline.submit(partial(chunk, 1), 100, lambda _: None)
+        except OSError as error:
+            raised.append(str(error))
+
+    with EncodePipeline(1, 100) as pipeline:
+        pipeline.submit(gate, 100, lambda _: fail("disk gone"))
+        thread = threading.Thread(target=submit_into_a_full_buffer)
+        thread.start()
+        gate.opened.set()
+        thread.join(30)
+    assert raised == ["disk gone"]
+
+
+def test_after_a_reset_the_pipeline_is_good_again():
+    arrived: list[EncodedChunk] = []
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(partial(fail, "no room"), 1, lambda _: None)
+        pipeline.reset()
+        pipeline.submit(partial(chunk, 7), 1, arrived.append)
+        pipeline.flush()
+    assert [encoded.crc for encoded in arrived] == [7]
+
+
+def test_close_ends_all_threads():
+    before = set(threading.enumerate())
+    pipeline = EncodePipeline(3, 100)
+    for number in range(5):
+        pipeline.submit(partial(chunk, number), 1, lambda _: None)
+    assert set(threading.enumerate()) != before
+    assert finishes_within(30, pipeline.close)
+    assert set(threading.enumerate()) == before
+
+
+def test_close_ends_all_threads_after_an_error():
+    before = set(threading.enumerate())
+    pipeline = EncodePipeline(2, 100)
+    pipeline.submit(partial(fail, "no room"), 1, lambda _: None)
+    with pytest.raises(OSError, match="no room"):
+        pipeline.flush()
+    pipeline.close()
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize(("threads", "buffer_bytes"), [(0, 1), (1, 0)])
+def test_a_pipeline_without_threads_or_room_is_refused(threads, buffer_bytes):
+    with pytest.raises(ValueError, match="must be >= 1"):
+        EncodePipeline(threads, buffer_bytes)

@@ -1,0 +1,278 @@
+import os
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_store.format.dtypes import bits_tensor
+from dspark_store.format.objects import Expected, open_object
+from dspark_store.format.schema import LAST, LAYERS, StateObject
+from dspark_store.format.storage import LocalObjectWriter, LocalStorage
+from dspark_store.writers import EncodePipeline, StateShardWriter
+from dspark_store.writers.states import state_ledger
+from tests.writers.small_store import (
+    BUFFER_BYTES,
+    CHUNK_TOKENS,
+    HIDDEN_SIZE,
+    LAYER_IDS,
+    LENGTHS,
+    SHARED_SLOT,
+    random_states,
+    small_record,
+    write_states,
+)
+
+TOKENS = "0" * 32
+ROWS = LENGTHS[:4]
+SAMPLES = len(ROWS)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path / "store")
+
+
+def record_of(samples=SAMPLES, **options):
+    record = small_record(**options)
+    return replace(record, schema=record.schema.settled(samples), phase="states")
+
+
+def writer_of(storage, pipeline, rows=SAMPLES, shared_slot=SHARED_SLOT, **options):
+    record = record_of(rows, **options)
+    return StateShardWriter(storage, record, 0, rows=rows, tokens=TOKENS, pipeline=pipeline, shared_slot=shared_slot)
+
+
+def write_shard(storage, threads=1, buffer_bytes=BUFFER_BYTES, shared_slot=SHARED_SLOT):
+    with EncodePipeline(threads, buffer_bytes) as pipeline:
+        write_states(storage, record_of(), 0, ROWS, pipeline, tokens=TOKENS, shared_slot=shared_slot)
+
+
+def stored_files(storage):
+    return {path.relative_to(storage.root): path.read_bytes() for path in storage.root.rglob("*") if path.is_file()}
+
+
+def opened(storage, column, slot=0):
+    item = StateObject(column, slot, LAYER_IDS[slot] if column == LAYERS else None)
+    record = record_of()
+    expected = Expected(record.store_id, item.place(0), tokens=TOKENS)
+    return open_object(storage, item.key(0), record.schema.states.slots, expected)
+
+
+def decoded(stored, row, length):
+    """Read a row's chunks back one by one: (length, H) bfloat16."""
+    schema = record_of().schema
+    chunks = []
+    for index in range(-(-length // CHUNK_TOKENS)):
+        out = np.empty((CHUNK_TOKENS, HIDDEN_SIZE), schema.dtype.stored)
+        stored.decode(row * schema.states.chunks_per_row + index, schema.chain(LAST), out)
+        chunks.append(out)
+    return bits_tensor(np.concatenate(chunks)[:length], torch.bfloat16)
+
+
+def test_every_layer_of_every_row_comes_back(storage):
+    write_shard(storage)
+    for row, length in enumerate(ROWS):
+        layers, last = random_states(length, row)
+        for slot, states in enumerate(layers):
+            assert torch.equal(decoded(opened(storage, LAYERS, slot), row, length), states.bfloat16())
+        assert torch.equal(decoded(opened(storage, LAST), row, length), last.bfloat16())
+
+
+def test_positions_past_the_end_are_not_stored(storage):
+    write_shard(storage)
+    per_row = record_of().schema.states.chunks_per_row
+    present = opened(storage, LAST).tail.present.reshape(-1, per_row).sum(axis=1)
+    assert present.tolist() == [-(-length // CHUNK_TOKENS) for length in ROWS]
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("buffer_bytes", [1, 500, BUFFER_BYTES])
+def test_objects_are_equal_whatever_the_threads_and_the_buffer(tmp_path, threads, buffer_bytes):
+    one, many = LocalStorage(tmp_path / "one"), LocalStorage(tmp_path / "many")
+    write_shard(one)
+    write_shard(many, threads, buffer_bytes)
+    assert stored_files(many) == stored_files(one)
+
+
+def test_the_shared_last_layer_is_one_file_in_two_places(storage):
+    write_shard(storage)
+    first, second = storage.path(f"{LAST}/c.0.0.0"), storage.path(f"{LAYERS}/c.0.0.{SHARED_SLOT}")
+    assert first.samefile(second)
+    assert first.stat().st_nlink == 2
+    assert opened(storage, LAYERS, SHARED_SLOT).tail.label == opened(storage, LAST).tail.label
+    assert len(opened(storage, LAST).tail.label.places) == 2
+
+
+def test_without_a_shared_layer_every_object_is_its_own_file(storage):
+    write_shard(storage, shared_slot=None)
+    objects = [*storage.path(LAYERS).glob("c.*"), *storage.path(LAST).glob("c.*")]
+    assert len({path.stat().st_ino for path in objects}) == len(LAYER_IDS) + 1
+
+
+def test_rows_may_come_in_any_order(storage):
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        for row in (2, 0, 3, 1):
+            writer.add(row, *random_states(ROWS[row], row))
+        writer.commit()
+    assert torch.equal(decoded(opened(storage, LAST), 1, ROWS[1]), random_states(ROWS[1], 1)[1].bfloat16())
+
+
+def test_a_row_that_is_added_twice_is_an_error(storage):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        writer.add(0, *random_states(3, 0))
+        with pytest.raises(ValueError, match="slot 0 was written already"):
+            add_and_commit(writer, 0)
+        writer.abort()
+
+
+def add_and_commit(writer, row):
+    writer.add(row, *random_states(3, 0))
+    writer.commit()
+
+
+def test_nothing_is_visible_before_the_commit(storage):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        for row, length in enumerate(ROWS):
+            writer.add(row, *random_states(length, row))
+        pipeline.flush()
+        assert storage.list(LAST) == storage.list(LAYERS) == []
+        assert state_ledger(storage, record_of().schema).committed() == []
+        writer.commit()
+    assert state_ledger(storage, record_of().schema).committed() == [0]
+
+
+def test_the_ledger_row_is_published_after_every_object(storage, monkeypatch):
+    seen = {}
+    put_new = LocalStorage.put_new
+
+    def watched(self, key, data):
+        seen[key] = (self.list(LAYERS), self.list(LAST))
+        put_new(self, key, data)
+
+    monkeypatch.setattr(LocalStorage, "put_new", watched)
+    write_shard(storage)
+    assert seen == {"ledger/states/c.0.0.0": ([f"c.0.0.{slot}" for slot in range(len(LAYER_IDS))], ["c.0.0.0"])}
+
+
+def test_an_aborted_shard_leaves_nothing(storage):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        writer.add(0, *random_states(7, 0))
+        writer.abort()
+    assert stored_files(storage) == {}
+
+
+def test_a_shard_that_was_aborted_can_be_written_again(storage, tmp_path):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        writer.add(0, *random_states(7, 0))
+        writer.abort()
+        write_states(storage, record_of(), 0, ROWS, pipeline, tokens=TOKENS)
+    other = LocalStorage(tmp_path / "other")
+    write_shard(other)
+    assert stored_files(storage) == stored_files(other)
+
+
+def test_a_failed_write_surfaces_and_leaves_nothing(storage, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        monkeypatch.setattr(LocalObjectWriter, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            add_and_commit(writer, 0)
+        writer.abort()
+    assert stored_files(storage) == {}
+
+
+def test_a_second_committer_of_a_shard_loses(storage):
+    write_shard(storage)
+    with pytest.raises(FileExistsError):
+        write_shard(storage)
+
+
+def test_rows_that_are_not_finite_are_reported_and_marked_in_the_trailer(storage):
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        for row, length in enumerate(ROWS):
+            layers, last = random_states(length, row)
+            if row == 1:
+                layers[0][length - 1, 0] = float("inf")
+            writer.add(row, layers, last)
+        report = writer.commit()
+    assert report.nonfinite == (1,)
+    assert opened(storage, LAYERS, 0).tail.label.nonfinite == (1,)
+    assert opened(storage, LAYERS, 1).tail.label.nonfinite == ()
+
+
+def test_the_report_counts_a_shared_object_once(storage):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        writer.add(0, *random_states(7, 0))
+        report = writer.commit()
+    objects = [*storage.path(LAYERS).glob("c.*"), *storage.path(LAST).glob("c.*")]
+    sizes = {path.stat().st_ino: path.stat().st_size for path in objects}
+    assert report.stored_bytes == sum(sizes.values())
+
+
+def test_chunks_are_written_as_they_come(storage, monkeypatch):
+    written = 0
+    write = LocalObjectWriter.write
+
+    def counted(self, data):
+        nonlocal written
+        written += memoryview(data).nbytes
+        write(self, data)
+
+    monkeypatch.setattr(LocalObjectWriter, "write", counted)
+    after_each_row = []
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline, codec="none")
+        for row in range(len(ROWS)):
+            writer.add(row, *random_states(16, row))
+            pipeline.flush()
+            after_each_row.append(written)
+        writer.abort()
+    row_bytes = len(LAYER_IDS) * (16 * HIDDEN_SIZE * 2 + 2 * 4)
+    assert after_each_row == [row_bytes * (row + 1) for row in range(len(ROWS))]
+
+
+def peak_of_writing(storage, rows):
+    with EncodePipeline(1, 4096) as pipeline:
+        tracemalloc.start()
+        writer = writer_of(storage, pipeline, rows, shard_size=rows, codec="none")
+        for row in range(rows):
+            writer.add(row, *random_states(16, row))
+        writer.commit()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_shard(tmp_path):
+    few, many = 16, 512
+    peaks = [peak_of_writing(LocalStorage(tmp_path / str(rows)), rows) for rows in (few, many)]
+    objects, index_bytes = len(LAYER_IDS), 3 * 2 * (16 + 4)
+    states_bytes = objects * 16 * HIDDEN_SIZE * 2
+    assert peaks[1] - peaks[0] < (many - few) * (objects * index_bytes + states_bytes // 4)
+
+
+def test_a_file_system_without_links_gets_a_copy(storage, monkeypatch):
+    link = os.link
+
+    def no_link(source, target, **options):
+        if LAST in str(source):
+            raise PermissionError(1, "Operation not permitted")
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", no_link)
+    write_shard(storage)
+    first, second = storage.path(f"{LAST}/c.0.0.0"), storage.path(f"{LAYERS}/c.0.0.{SHARED_SLOT}")
+    assert not first.samefile(second)
+    assert first.read_bytes() == second.read_bytes()
