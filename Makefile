@@ -28,8 +28,9 @@ lint: $(VENV)/dev.stamp ## check style, format and types
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-bench: $(VENV)/dev.stamp ## measure the writers
+bench: $(VENV)/dev.stamp ## measure the writers, and the loaders beside the peers
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.writers
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders
 
 docs: ## check that the links in the documentation lead somewhere
 	@python=$$(.ci/python) && "$$python" .ci/check_links.py

@@ -21,7 +21,7 @@ from dspark_store.automodel import (
 )
 from dspark_store.dataset import CachedDSparkDataset, build_cached_dspark_dataloader, read_target_weight_modules
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.readers import Cache, Problem, TargetWeights, open_cache, read_weights, verify_store
+from dspark_store.readers import Cache, CacheLoader, Problem, TargetWeights, open_cache, read_weights, verify_store
 from dspark_store.sources.identity import chat_template_sha256 as tokenizer_chat_template_sha256
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "CACHE_KEYS",
     "DTYPE_MAP",
     "Cache",
+    "CacheLoader",
     "CachedDSparkDataset",
     "DamagedStoreError",
     "Problem",

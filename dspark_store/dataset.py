@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import PathLike
 from types import SimpleNamespace
 from typing import cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dspark_store.automodel import ensure_manifest_complete, existing_shard_indices, read_manifest
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.readers.loader import CacheLoader
 from dspark_store.readers.weights import read_weights
 
 
@@ -51,27 +52,57 @@ class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):
 
 def build_cached_dspark_dataloader(
     *, cache_dir: str | PathLike[str], batch_size: int, shuffle: bool, num_workers: int = 0, distributed: bool = False
-) -> DataLoader[dict[str, torch.Tensor]]:
-    """Return a DataLoader of batches of a finished store: the four keys, each with a first axis of ``batch_size``.
+) -> CacheLoader | DataLoader[dict[str, torch.Tensor]]:
+    """Return a loader of batches of a finished store: the four keys, each with a first axis of ``batch_size``.
 
-    ``distributed`` splits the samples over the default process group, padding by repetition. Worker processes are
-    started by forkserver.
+    Without worker processes it is a `CacheLoader`, which reads ahead in threads; with ``num_workers`` a torch
+    DataLoader whose processes are started by forkserver. Both give the same batches. ``distributed`` splits the samples
+    over the default process group, and repeats as many as make them even, which the log counts; the last batch may be
+    short. ``loader.sampler.set_epoch`` chooses the epoch's order.
     """
     dataset = CachedDSparkDataset(cache_dir)
-    sampler: DistributedSampler[dict[str, torch.Tensor]] | None = None
-    if distributed:
-        sampler = DistributedSampler(dataset, shuffle=shuffle)
+    loader = CacheLoader(
+        dataset.cache,
+        batch_size,
+        shuffle=shuffle,
+        seed=0 if distributed else torch.initial_seed(),
+        last="even" if distributed else "short",
+        min_supervised=0,
+        dp_rank=None if distributed else 0,
+        dp_size=None if distributed else 1,
+        index_fields=False,
+    )
+    if not num_workers:
+        return loader
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        shuffle=shuffle and sampler is None,
-        sampler=sampler,
+        sampler=EpochSampler(loader),
         num_workers=num_workers,
         collate_fn=cast("Callable[[list[object]], object]", _already_a_batch),
         pin_memory=torch.cuda.is_available(),
-        multiprocessing_context="forkserver" if num_workers > 0 else None,
-        persistent_workers=num_workers > 0,
+        multiprocessing_context="forkserver",
+        persistent_workers=True,
     )
+
+
+class EpochSampler(Sampler[int]):
+    """The samples of a `CacheLoader`'s epochs, one by one, for torch's DataLoader with worker processes."""
+
+    def __init__(self, loader: CacheLoader) -> None:
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration give an epoch's order; without this, each one gives the next epoch."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader.epoch_samples())
+
+    def __iter__(self) -> Iterator[int]:
+        samples = self._loader.epoch_samples().tolist()
+        self._loader.set_epoch(self._loader.epoch + 1)
+        return iter(samples)
 
 
 def _already_a_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -46,7 +46,10 @@ class BatchReader:
         self._foreign = foreign
         self._pad_token_id = pad_token_id
         self._verify = verify
-        self._objects = ObjectPool(storage, open_objects)
+        if open_objects < 1:
+            raise ValueError(f"open_objects must be >= 1, got {open_objects}")
+        # a thread may hold one more object, which it just opened, or which was let go while it reads
+        self._objects = ObjectPool(storage, max(1, open_objects - threads))
         self._threads = ReadThreads(threads)
         self._scratch = Scratch()
 
@@ -56,13 +59,22 @@ class BatchReader:
         Where no span lands, ids are the pad token id and everything else is zero. DamagedStoreError names column,
         sample, shard and object; ValueError a sample that is not captured yet.
         """
+        states = {
+            name: state_view(name, values, self._schema) for name, values in batch.items() if name in (LAYERS, LAST)
+        }
         tasks: list[Callable[[], None]] = []
         for column, target in batch.items():
             if column in (IDS, MASK):
                 tasks.append(partial(self._read_tokens, column, spans, target.numpy()))
-            else:
-                chosen = [0] if column == LAST else slots
-                tasks += self._reads(column, spans, chosen, state_view(column, target, self._schema))
+        for column, values in states.items():
+            chosen = [0] if column == LAST else slots
+            for read in self._plan(column, spans, chosen, values):
+                if column == LAYERS and LAST in states and self._is_last(read.shard, read.slot):
+                    continue
+                task = self._task(column, read, values)
+                if column == LAST and LAYERS in states:
+                    task = partial(self._also_as_layer, task, read, slots, states)
+                tasks.append(task)
         self._threads.run(tasks)
 
     def close(self) -> None:
@@ -70,28 +82,48 @@ class BatchReader:
         self._threads.close()
         self._objects.close()
 
-    def _reads(
+    def _is_last(self, shard: int, slot: int) -> bool:
+        """Whether a layer's object is also that of the last hidden states."""
+        shared = self._index.is_shared(shard, slot)
+        return shared and not {LAYERS, LAST} & self._foreign.keys()
+
+    def _also_as_layer(
+        self, task: Callable[[], None], read: ObjectRead, slots: Sequence[int], states: Mapping[str, np.ndarray]
+    ) -> None:
+        """Read last hidden states, and copy them to the captured layers that are the very same object."""
+        task()
+        for layer, slot in enumerate(slots):
+            if self._is_last(read.shard, slot):
+                for wanted in (span.wanted for span in read.spans):
+                    place = slice(wanted.place, wanted.room)
+                    states[LAYERS][wanted.batch, layer, place] = states[LAST][wanted.batch, 0, place]
+
+    def _plan(
         self, column: str, spans: Sequence[SampleSpan], slots: Sequence[int], target: np.ndarray
-    ) -> list[Callable[[], None]]:
-        """Return the reads of a column into ``target``, (B, K, positions, ...) in the stored dtype."""
+    ) -> Iterator[ObjectRead]:
+        """Return the reads of a column into ``target``, (B, K, positions, ...); rows without a span become zero."""
         schema = self._schema
         for batch in set(range(len(target))) - {span.batch for span in spans if span.stop > span.start}:
             target[batch] = 0
         grid = schema.tokens if column in (IDS, MASK) else schema.states
         position_bytes = max(1, target.dtype.itemsize * int(np.prod(target.shape[3:])))
-        reads = plan_reads(grid, spans, slots, max(1, _READ_BYTES // position_bytes))
+        return plan_reads(grid, spans, slots, max(1, _READ_BYTES // position_bytes))
+
+    def _task(self, column: str, read: ObjectRead, target: np.ndarray) -> Callable[[], None]:
         if column in self._foreign:
-            return [partial(self._fetch_foreign, column, read, target) for read in reads]
-        fetcher = Fetcher(grid, schema.chain(column), target, verify=self._verify)
-        return [partial(self._fetch, column, fetcher, read) for read in reads]
+            return partial(self._fetch_foreign, column, read, target)
+        grid = self._schema.tokens if column in (IDS, MASK) else self._schema.states
+        fetcher = Fetcher(grid, self._schema.chain(column), target, verify=self._verify)
+        return partial(self._fetch, column, fetcher, read)
 
     def _read_tokens(self, column: str, spans: Sequence[SampleSpan], target: np.ndarray) -> None:
         """Read whole token rows, a chunk each, and copy the spans from them."""
         seq = self._schema.seq_length
         rows = np.empty((len(spans), 1, seq), "<i4" if column == IDS else "u1")
         samples = [span.sample for span in spans]
-        for read in self._reads(column, padded_spans(samples, self._index.length[samples].tolist(), 0, seq), [0], rows):
-            read()
+        whole = padded_spans(samples, self._index.length[samples].tolist(), 0, seq)
+        for read in self._plan(column, whole, [0], rows):
+            self._task(column, read, rows)()
         target[...] = self._pad_token_id if column == IDS else 0
         for span, row in zip(spans, rows[:, 0], strict=True):
             target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
@@ -103,17 +135,18 @@ class BatchReader:
         with self._naming(column, read, samples):
             stored = self._objects.get(key, grid.slots, self._expected(column, read.slot, read.shard))
         try:
-            fetcher.fetch(stored, read.spans, self._scratch)
+            fetcher.fetch(stored, read.layer, read.spans, self._scratch)
         except (DamagedStoreError, OSError):
             for span in read.spans:  # once more, one by one, to name the sample that is hit
                 with self._naming(column, read, [span.wanted.sample]):
-                    fetcher.fetch(stored, (span,), self._scratch)
-            raise
+                    fetcher.fetch(stored, read.layer, (span,), self._scratch)
+            with self._naming(column, read, samples):
+                raise
 
     def _fetch_foreign(self, column: str, read: ObjectRead, target: np.ndarray) -> None:
         for span in read.spans:
             wanted = span.wanted
-            row, end = target[wanted.batch, span.layer], wanted.place + wanted.stop - wanted.start
+            row, end = target[wanted.batch, read.layer], wanted.place + wanted.stop - wanted.start
             with self._naming(column, read, [wanted.sample]):
                 self._foreign[column].fetch(
                     wanted.sample, read.slot, wanted.start, wanted.stop, row[wanted.place : end]

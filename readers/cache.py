@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import zarr
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
@@ -22,9 +24,12 @@ from dspark_store.readers.batch import BatchReader
 from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
-from dspark_store.readers.plan import padded_spans
+from dspark_store.readers.plan import SampleSpan, padded_spans
 from dspark_store.readers.shapes import Layout, batch_shape
 from dspark_store.readers.workers import DEFAULT_THREADS
+
+if TYPE_CHECKING:
+    import dask.array as da
 
 
 def open_cache(
@@ -38,7 +43,7 @@ def open_cache(
     """Open a store for reading; cheap, whatever its size.
 
     ``allow_incomplete`` admits a store that is still being written; ``verify`` checks every chunk's checksum; a batch
-    is read by ``threads`` threads; at most ``open_objects`` files stay open.
+    is read by ``threads`` threads; at most ``open_objects`` files are open, or one a thread where that is more.
     Raises FileNotFoundError (no store), ValueError (incomplete, or another format version) or DamagedStoreError.
     """
     return Cache(
@@ -153,6 +158,19 @@ class Cache:
         """(N,) uint8: 0 for a good sample, 1 for one with non-finite states."""
         return self.index.status
 
+    @property
+    def zarr(self) -> zarr.Group:
+        """The store as zarr-python opens it, read-only: raw values, NaN and -1 where nothing is stored."""
+        if not isinstance(self.storage, LocalStorage):
+            raise ValueError(f"zarr-python opens local stores only, not {self.storage}")
+        return zarr.open_group(self.storage.root, mode="r")
+
+    def dask(self, column: str) -> da.Array:
+        """Return a column as a lazy dask array of the values that `read` gives; see `dask_column`."""
+        from dspark_store.readers.lazy import dask_column
+
+        return dask_column(self, column)
+
     def __len__(self) -> int:
         return self.schema.num_samples
 
@@ -181,11 +199,9 @@ class Cache:
         samples = [self._wrap(row) for row in rows]
         if self.record.phase == "tokens":
             raise ValueError(f"store at {self.storage} is still in its token phase: its samples cannot be read yet")
-        unknown = [column for column in columns if column not in COLUMNS]
-        if unknown:
-            raise ValueError(f"column {unknown[0]!r} is unknown; choose from {', '.join(COLUMNS)}")
-        slots = self._slots(layers)
-        start, stop = self._span(positions)
+        columns = self.columns(columns)
+        slots = self.slots(layers)
+        start, stop = self.span(positions)
         batch: dict[str, torch.Tensor] = {}
         for column in columns:
             shape = batch_shape(self.schema, column, len(samples), len(slots), stop - start, layout)
@@ -193,6 +209,10 @@ class Cache:
             batch[column] = self._buffer(column, shape, given)
         self._reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
         return batch
+
+    def read_spans(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
+        """Fill the tensors of a batch, by column, with spans of samples; see `BatchReader.read`."""
+        self._reader.read(spans, slots, batch)
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
@@ -204,7 +224,15 @@ class Cache:
             raise IndexError(f"sample {row} is outside the store's {len(self)} samples")
         return int(sample)
 
-    def _slots(self, layers: Sequence[int] | None) -> list[int]:
+    def columns(self, columns: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns; ValueError when one is not a column of the store."""
+        unknown = [column for column in columns if column not in COLUMNS]
+        if unknown:
+            raise ValueError(f"column {unknown[0]!r} is unknown; choose from {', '.join(COLUMNS)}")
+        return tuple(columns)
+
+    def slots(self, layers: Sequence[int] | None) -> list[int]:
+        """Return the slots of captured layers, by id; all for None. ValueError for one that was not captured."""
         if layers is None:
             return list(range(self.schema.num_layers))
         missing = [layer for layer in layers if layer not in self.layer_ids]
@@ -212,7 +240,8 @@ class Cache:
             raise ValueError(f"layer {missing[0]} was not captured; the store has {list(self.layer_ids)}")
         return [self.layer_ids.index(layer) for layer in layers]
 
-    def _span(self, positions: slice | None) -> tuple[int, int]:
+    def span(self, positions: slice | None) -> tuple[int, int]:
+        """Return the start and stop of a slice of positions; ValueError when its step is not 1."""
         start, stop, step = (positions or slice(None)).indices(self.schema.seq_length)
         if step != 1:
             raise ValueError(f"positions must be a slice of step 1, got {positions}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import zarr
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.schema import IDS, LAYERS, MASK, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.readers.forks import ProcessLock
 
 
 class ForeignColumn:
@@ -25,7 +25,7 @@ class ForeignColumn:
         self._path = storage.path(column)
         self._column = column
         self._schema = schema
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._array: zarr.Array[Any] | None = None
 
     def fetch(self, sample: int, slot: int, start: int, stop: int, out: np.ndarray) -> None:

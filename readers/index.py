@@ -70,6 +70,19 @@ class StoreIndex:
         shards = Ledger(self._storage, STATE_LEDGER, len(schema.state_objects)).committed()
         return [shard for shard in shards if shard < schema.tokens.num_shards]
 
+    @cached_property
+    def _shared(self) -> frozenset[tuple[int, int]]:
+        states = self._objects[:, len(TOKEN_OBJECTS) :]
+        same = (states[:, :-1] == states[:, -1:]).all(axis=2)
+        return frozenset(zip(*(axis.tolist() for axis in np.nonzero(same)), strict=True))
+
+    def is_shared(self, shard: int, slot: int) -> bool:
+        """Tell whether a layer slot's object is that of the last hidden states: same size, same digest.
+
+        Of a growing store it is not told.
+        """
+        return self._record.complete and (shard, slot) in self._shared
+
     def object_record(self, shard: int, position: int) -> ObjectRecord:
         """Return the ledger's row of an object: its position counts the token objects first, then the state objects.
 

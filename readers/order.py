@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-type EndRule = Literal["drop", "short", "repeat"]
+type EndRule = Literal["drop", "short", "even", "repeat"]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _WORD = 1 << 64
@@ -91,8 +91,9 @@ class BatchPlan:
     The epoch is cut into global batches of ``batch_size * dp_size`` consecutive items, and each of those into one
     contiguous run a rank: another world size with the same global batch gives the same stream of global batches. Every
     rank has the same number of batches. The last global batch, when it is not full, is dropped ("drop"), split as
-    evenly as it goes, so that ranks' sizes differ by at most one and a rank may get none ("short"), or filled by
-    starting the order again ("repeat").
+    evenly as it goes, so that ranks' sizes differ by at most one and a rank may get none ("short"), filled by starting
+    the order again just so far that every rank gets equally many ("even", torch's DistributedSampler's rule), or filled
+    to a whole global batch ("repeat").
     """
 
     count: int
@@ -105,8 +106,8 @@ class BatchPlan:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
-        if self.last not in ("drop", "short", "repeat"):
-            raise ValueError(f"the end rule is {self.last!r}; choose from drop, short, repeat")
+        if self.last not in ("drop", "short", "even", "repeat"):
+            raise ValueError(f"the end rule is {self.last!r}; choose from drop, short, even, repeat")
 
     @property
     def global_batch(self) -> int:
@@ -128,7 +129,16 @@ class BatchPlan:
     @property
     def repeated(self) -> int:
         """Items that are given a second time (or more often, when the epoch is smaller than a batch)."""
-        return max(0, self.steps * self.global_batch - self.count) if self.last == "repeat" else 0
+        return self._given - self.count if self.last in ("even", "repeat") else 0
+
+    @property
+    def _given(self) -> int:
+        """Items that all ranks together get, repeated ones counted again."""
+        if self.last in ("drop", "repeat"):
+            return self.steps * self.global_batch
+        if self.last == "even":
+            return -(-self.count // self.dp_size) * self.dp_size
+        return self.count
 
     def global_positions(self, step: int) -> np.ndarray:
         """Return the positions in the epoch's order that all ranks together get at ``step``, int64.
@@ -138,9 +148,7 @@ class BatchPlan:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} is outside the epoch's {self.steps} steps")
         first = step * self.global_batch
-        if self.last == "repeat":
-            return np.arange(first, first + self.global_batch) % self.count
-        return np.arange(first, min(first + self.global_batch, self.count))
+        return np.arange(first, min(first + self.global_batch, self._given)) % self.count
 
     def positions(self, step: int, dp_rank: int) -> np.ndarray:
         """Return the positions in the epoch's order that a rank gets at ``step``, int64; empty at most at the end.

@@ -16,7 +16,9 @@ type Layout = Literal["flat", "stacked"]
 def batch_shape(
     schema: StoreSchema, column: str, batch: int, layers: int, length: int, layout: Layout
 ) -> tuple[int, ...]:
-    """Return the shape of a column of a batch of ``length`` positions."""
+    """Return the shape of a column of a batch of ``length`` positions; ValueError for an unknown layout."""
+    if layout not in ("flat", "stacked"):
+        raise ValueError(f"the layout is {layout!r}; choose from flat, stacked")
     width = schema.hidden_size
     if column in (IDS, MASK):
         return batch, length

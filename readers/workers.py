@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
+from dspark_store.readers.forks import ProcessLock
+
 DEFAULT_THREADS = 8
 
 
@@ -16,8 +18,9 @@ class ReadThreads:
         if count < 1:
             raise ValueError(f"threads must be >= 1, got {count}")
         self.count = count
+        self._lock = ProcessLock()
         self._pool: ThreadPoolExecutor | None = None
-        self._process = 0
+        self._process = os.getpid()
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Run the tasks and wait for all of them, then raise the first error, if any."""
@@ -25,19 +28,17 @@ class ReadThreads:
             for task in tasks:
                 task()
             return
-        futures = [self._threads().submit(task) for task in tasks]
+        with self._lock:
+            if self._pool is None or self._process != os.getpid():
+                self._pool, self._process = ThreadPoolExecutor(self.count, "read"), os.getpid()
+            futures = [self._pool.submit(task) for task in tasks]
         wait(futures)
         for future in futures:
             future.result()
 
     def close(self) -> None:
-        """End the threads; the next batch would start them again."""
-        if self._pool is not None and self._process == os.getpid():
-            self._pool.shutdown()
-        self._pool = None
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._process != os.getpid():
-            self._pool = ThreadPoolExecutor(self.count, "read")
-            self._process = os.getpid()
-        return self._pool
+        """End the threads, once they have done what they were given; the next batch would start them again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._process == os.getpid():
+            pool.shutdown()

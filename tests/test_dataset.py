@@ -5,7 +5,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 import dspark_store as ds
 from tests.upstream import LENGTH, WIDTH, row, same, write_cache
@@ -35,8 +35,7 @@ def test_reading_from_the_middle_fetches_nothing_before_it(tmp_path, monkeypatch
         return read(rows)
 
     monkeypatch.setattr(dataset.cache, "read", noted)
-    loader = ds.build_cached_dspark_dataloader(cache_dir=tmp_path, batch_size=2, shuffle=False)
-    rest = DataLoader(Subset(dataset, range(4, 6)), batch_size=2, collate_fn=loader.collate_fn)
+    rest = DataLoader(Subset(dataset, range(4, 6)), batch_size=2, collate_fn=lambda batch: batch)
     (batch,) = rest
     assert fetched == [4, 5]
     assert same(batch, shards[2])
@@ -75,11 +74,11 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_distributed_loader_reads_through_a_sampler_of_the_process_group(tmp_path, one_rank):
+def test_a_distributed_loader_takes_its_rank_from_the_process_group(tmp_path, one_rank):
     shards = write_cache(tmp_path / "cache", 3)
     loader = ds.build_cached_dspark_dataloader(
         cache_dir=tmp_path / "cache", batch_size=2, shuffle=False, distributed=True
     )
-    assert isinstance(loader.sampler, DistributedSampler)
-    assert (loader.sampler.rank, loader.sampler.num_replicas) == (0, 1)
+    assert isinstance(loader, ds.CacheLoader)
+    assert (loader.dp_rank, loader.dp_size) == (0, 1)
     assert all(same(batch, shard) for batch, shard in zip(loader, shards, strict=True))

@@ -17,6 +17,8 @@ from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 _IOV_MAX = 1024
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 
@@ -61,7 +63,9 @@ class ObjectWriter(Protocol):
 
 @runtime_checkable
 class Storage(Protocol):
-    """A place for one store's objects."""
+    """A place for one store's objects. Two storages of the same place are equal."""
+
+    def __hash__(self) -> int: ...
 
     def open(self, key: str) -> ObjectReader:
         """Open an object; FileNotFoundError when there is none."""
@@ -145,7 +149,7 @@ class LocalObject:
         done = 0
         for first in range(0, len(buffers), _IOV_MAX):
             group = buffers[first : first + _IOV_MAX]
-            wanted = sum(memoryview(buffer).nbytes for buffer in group)
+            wanted = sum(_size(buffer) for buffer in group)
             count = os.preadv(self._descriptor, group, offset + done)
             if count < wanted:
                 count += self._read_rest(group, count, offset + done)
@@ -215,6 +219,12 @@ class LocalStorage:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalStorage) and other.root == self.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.root)!r})"
@@ -324,6 +334,10 @@ class LocalStorage:
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink(missing_ok=True)
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
 
 
 def _is_temporary(name: str) -> bool:

@@ -8,32 +8,44 @@ from dataclasses import dataclass
 from dspark_store.format.schema import StoreSchema
 from dspark_store.precompute.progress import size_text, time_text
 
-COMPRESSION: dict[tuple[str, int], tuple[float, float]] = {
-    ("none", 2): (1.0, 1.0),
-    ("none", 4): (1.0, 1.0),
-    ("fast", 2): (1.10, 1.22),
-    ("fast", 4): (1.05, 1.15),
-    ("default", 2): (1.25, 1.51),
-    ("default", 4): (1.10, 1.25),
-    ("dense", 2): (1.30, 1.55),
-    ("dense", 4): (1.12, 1.30),
+COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {
+    ("fast", "bf16"): (1.13, 1.22),
+    ("fast", "fp16"): (1.00, 1.03),
+    ("fast", "fp32"): (1.06, 1.10),
+    ("default", "bf16"): (1.35, 1.50),
+    ("default", "fp16"): (1.11, 1.16),
+    ("default", "fp32"): (1.15, 1.20),
+    ("dense", "bf16"): (1.42, 1.53),
+    ("dense", "fp16"): (1.13, 1.19),
+    ("dense", "fp32"): (1.17, 1.22),
 }
-"""Lowest and highest ratio seen, by codec and item size in bytes; benchmarks/writers.py measures them."""
+"""Lowest and highest ratio to expect, by codec and cache dtype.
+
+``python -m benchmarks.ratios`` measures them; these are SmolLM2-135M's, a little wider than its layers lie apart. Codec
+``none`` is not among them: its size is known.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What a set of samples amounts to. ``tokens`` valid positions, ``supervised`` of them under the loss."""
+    """What a set of samples amounts to.
+
+    ``tokens`` valid positions, ``supervised`` of them under the loss; ``chunk_tokens`` positions of all their chunks,
+    the rest of each last one included.
+    """
 
     samples: int
     tokens: int
+    chunk_tokens: int
     supervised: int
     unsupervised_samples: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], supervised: Sequence[int]) -> Volume:
-        """Count the lengths and supervised tokens of some samples."""
-        return cls(len(lengths), sum(lengths), sum(supervised), sum(1 for count in supervised if count == 0))
+    def of(cls, schema: StoreSchema, lengths: Sequence[int], supervised: Sequence[int]) -> Volume:
+        """Count the lengths and supervised tokens of some samples of a store."""
+        chunked = sum(schema.states.chunks_of(length) for length in lengths) * schema.chunk_tokens
+        unsupervised = sum(1 for count in supervised if count == 0)
+        return cls(len(lengths), sum(lengths), chunked, sum(supervised), unsupervised)
 
 
 def distinct_states(schema: StoreSchema, last_layer: int) -> int:
@@ -57,16 +69,24 @@ def padded_bytes(schema: StoreSchema, samples: int) -> int:
     return samples * schema.seq_length * position
 
 
-def stored_range(schema: StoreSchema, raw: int) -> tuple[float, float]:
-    """Return the least and the most bytes that ``raw`` bytes of states are expected to take after compression."""
-    low, high = COMPRESSION[schema.codec, schema.dtype.itemsize]
+def stored_range(schema: StoreSchema, last_layer: int, volume: Volume) -> tuple[float, float]:
+    """Return the least and the most bytes that the states of a volume are expected to take on disk.
+
+    Without compression the rest of each last chunk is stored too; with it, that rest takes next to nothing.
+    """
+    if schema.codec == "none":
+        whole = ragged_bytes(schema, last_layer, volume.chunk_tokens)
+        return whole, whole
+    raw = ragged_bytes(schema, last_layer, volume.tokens)
+    low, high = COMPRESSION[schema.codec, schema.dtype.name]
     return raw / high, raw / low
 
 
-def refuse_full_disk(raw: int, schema: StoreSchema, free: int) -> None:
-    """Raise ValueError when what is still to be written cannot fit into ``free`` bytes."""
-    _, most = stored_range(schema, raw)
+def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free: int) -> None:
+    """Raise ValueError when a volume that is still to be written cannot fit into ``free`` bytes."""
+    _, most = stored_range(schema, last_layer, volume)
     if most > free:
+        raw = ragged_bytes(schema, last_layer, volume.tokens)
         raise ValueError(
             f"no space: up to {size_text(most)} are still to be written ({size_text(raw)} before compression), "
             f"{size_text(free)} are free; free some, or capture fewer layers or samples"
@@ -78,7 +98,7 @@ def estimate_lines(
 ) -> Iterable[str]:
     """Yield the lines that ``--estimate`` prints."""
     raw = ragged_bytes(schema, last_layer, volume.tokens)
-    least, most = stored_range(schema, raw)
+    least, most = stored_range(schema, last_layer, volume)
     mean = volume.tokens / volume.samples
     vectors = distinct_states(schema, last_layer)
     unsupervised = f"{volume.unsupervised_samples:,} unsupervised"

@@ -22,7 +22,7 @@ from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.capture import CaptureReport, CaptureSettings, capture_states, missing_shards
 from dspark_store.precompute.config import PrecomputeConfig
-from dspark_store.precompute.estimate import Volume, estimate_lines, ragged_bytes, refuse_full_disk
+from dspark_store.precompute.estimate import Volume, estimate_lines, refuse_full_disk
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.report import print_report
@@ -89,14 +89,15 @@ def run(config: PrecomputeConfig) -> int:
     with new_folders_undone(storage.root):
         if config.smoke:
             _smoke(job, target)
-        _write_store(job, storage, target)
+        report = _write_store(job, storage, target)
+    print_report(open_cache(storage.root), report)
     return 0
 
 
-def _write_store(job: Job, storage: LocalStorage, target: _Target) -> None:
+def _write_store(job: Job, storage: LocalStorage, target: _Target) -> CaptureReport:
     try:
         with StoreLock(storage), new_store_undone(storage):
-            report = _fill_store(job, storage, target)
+            return _fill_store(job, storage, target)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -104,7 +105,6 @@ def _write_store(job: Job, storage: LocalStorage, target: _Target) -> None:
             error.errno,
             f"no space is left for {job.config.output_dir}; what is committed stays: free some, go on with --resume",
         ) from error
-    print_report(open_cache(storage.root), report)
 
 
 def _fill_store(job: Job, storage: LocalStorage, target: _Target) -> CaptureReport:
@@ -136,9 +136,9 @@ def _open_or_create(job: Job, storage: LocalStorage) -> StoreRecord:
 
 def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[int]) -> None:
     rows = record.schema.tokens.rows
-    tokens = sum(sum(lengths[row] for row in rows(shard)) for shard in missing_shards(storage, record.schema))
-    raw = ragged_bytes(record.schema, record.last_layer, tokens)
-    refuse_full_disk(raw, record.schema, storage.free_bytes())
+    missing = [lengths[row] for shard in missing_shards(storage, record.schema) for row in rows(shard)]
+    volume = Volume.of(record.schema, missing, missing)
+    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes())
 
 
 def _ensure_weights(storage: LocalStorage, record: StoreRecord, target: _Target) -> StoreRecord:
@@ -219,14 +219,14 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
     if recorded is not None and recorded.phase != "tokens":
         check_identity(recorded, job)
         index = StoreIndex(storage, recorded)
-        volume = Volume.of(index.length.tolist(), index.supervised.tolist())
+        volume = Volume.of(schema, index.length.tolist(), index.supervised.tolist())
     else:
         lengths, supervised = np.zeros(len(job.source), np.int64), np.zeros(len(job.source), np.int64)
         with Progress("tokenise", len(job.source), "rows") as progress:
             for position, sample in enumerate(job.source.read()):
                 lengths[position], supervised[position] = len(sample.input_ids), int(sample.loss_mask.sum())
                 progress.advance(1)
-        volume = Volume.of(lengths.tolist(), supervised.tolist())
+        volume = Volume.of(schema, lengths.tolist(), supervised.tolist())
     rate = job.config.tokens_per_second or _recorded_rate(recorded)
     for line in estimate_lines(schema, job.new_record.last_layer, volume, storage.free_bytes(), rate):
         print(line)

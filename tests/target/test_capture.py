@@ -196,9 +196,10 @@ def test_tuple_outputs_and_keyword_inputs_are_captured():
     stack = Narrow()
     ids = torch.tensor([[1, 2]])
     states = TargetCapture(stack, [-1, 0, 1])(ids, torch.ones_like(ids)).layers
-    embedding = stack.embed(ids)
-    for step, state in enumerate(states):
-        assert torch.equal(state, embedding + step)
+    expected = stack.embed(ids)
+    for state in states:
+        assert torch.equal(state, expected)
+        expected = expected + 1
 
 
 def test_layers_in_a_dict_are_taken_in_the_order_of_their_numbers():

@@ -1,0 +1,230 @@
+"""What a loader costs on large stores: opening, drawing an epoch's order, planning a batch, memory, open files.
+
+``python -m benchmarks.loader_scale`` measures each in a process of its own: a store of a million samples in 4,000
+shards, of which only metadata and index are there; three epochs over a store ten times larger than ``prefetch_bytes``;
+and one epoch over 5,000 shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from benchmarks.synthetic import synthetic_states
+from benchmarks.writers import resident_bytes
+from dspark_store import CacheLoader, open_cache
+from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.grid import ShardGrid, default_chunk_tokens
+from dspark_store.format.ledger import pack_array
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import write_metadata
+from dspark_store.format.schema import (
+    INDEX_DIGEST,
+    INDEX_LENGTH,
+    INDEX_OBJECTS,
+    INDEX_STATUS,
+    INDEX_SUPERVISED,
+    StoreSchema,
+)
+from dspark_store.format.storage import LocalStorage
+from dspark_store.readers.epoch import PaddedEpoch
+from dspark_store.readers.order import BatchPlan, epoch_order
+from dspark_store.readers.plan import SampleSpan, byte_runs, plan_reads
+from dspark_store.writers import EncodePipeline, StateShardWriter
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.tokens import TokenRows, write_token_shard
+
+MIB = 2**20
+SAMPLES, SHARDS, LAYERS, SEQ_LENGTH, WIDTH, BATCH = 1_000_000, 4_000, 6, 2048, 4096, 8
+PREFETCH_BYTES, EPOCHS = 64 * MIB, 3
+MANY_SHARDS, OPEN_OBJECTS = 5_000, 256
+
+
+def schema_of(samples: int, shard_size: int, seq_length: int, width: int, layers: int, codec: str) -> StoreSchema:
+    """Return the schema of a bf16 store with the default chunks."""
+    dtype = cache_dtype("bf16")
+    tokens = default_chunk_tokens(width, dtype.itemsize, seq_length, compressed=codec != "none")
+    ids = tuple(range(layers))
+    return StoreSchema(samples, shard_size, seq_length, width, layers, ids, dtype, codec, tokens)
+
+
+def write_index(place: Path) -> None:
+    """Write a complete store's metadata and index, with no object behind them."""
+    schema = schema_of(SAMPLES, SAMPLES // SHARDS, SEQ_LENGTH, WIDTH, LAYERS, "default")
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, SEQ_LENGTH, SAMPLES, np.int32, endpoint=True)
+    specs = {**schema.token_index(), **schema.final_index()}
+    values = {
+        INDEX_LENGTH: lengths,
+        INDEX_SUPERVISED: lengths // 2 + 1,
+        INDEX_DIGEST: random.integers(0, 2**64, (SAMPLES, 2), np.uint64),
+        INDEX_STATUS: np.zeros(SAMPLES, np.uint8),
+        INDEX_OBJECTS: random.integers(1, 2**40, specs[INDEX_OBJECTS].shape, np.uint64),
+    }
+    storage = LocalStorage(place)
+    for path, spec in specs.items():
+        (key,) = array_keys(path, spec)
+        storage.put(key, pack_array(values[path]))
+    record = StoreRecord("0" * 32, schema, phase="complete", declared_complete=True)
+    checksums = {path: array_checksum(storage, path, spec) for path, spec in specs.items()}
+    write_metadata(storage, record.with_checksums(checksums))
+
+
+def write_store(place: Path, shards: int, rows: int, seq_length: int, width: int, layers: int) -> None:
+    """Write a complete store of full-length samples, codec none; nothing is synced, no power is cut here."""
+    storage = LocalStorage(place)
+    record = StoreRecord("0" * 32, schema_of(0, rows, seq_length, width, layers, "none"))
+    states = synthetic_states(seq_length, width)
+    ids = [np.full(seq_length, row, np.int32) for row in range(rows)]
+    tokens = TokenRows(ids, [np.ones(seq_length, np.uint8)] * rows)
+    with patch.object(os, "fsync"), EncodePipeline(1, 64 * MIB) as pipeline:
+        write_metadata(storage, record)
+        for shard in range(shards):
+            write_token_shard(storage, record, shard, tokens, cursor=shard + 1)
+        record = settle_tokens(storage, record)
+        for shard in range(shards):
+            writer = StateShardWriter(
+                storage, record, shard, rows=rows, tokens=tokens.digest, pipeline=pipeline, shared_slot=layers - 1
+            )
+            for row in range(rows):
+                writer.add(row, [states] * layers, states)
+            writer.commit()
+        complete_store(storage, record)
+
+
+def seconds_of(action: Callable[[], object], repeats: int) -> float:
+    """Return the median time of a call."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_index(place: Path) -> dict[str, float]:
+    """Measure opening a store together with a loader of it, drawing an order, and planning batches."""
+    before = resident_bytes("VmRSS")
+    started = time.perf_counter()
+    loader = CacheLoader(open_cache(place), BATCH, dp_rank=0, dp_size=1)
+    loader.cache.index.object_record(SHARDS - 1, 0)
+    opened = time.perf_counter() - started
+    resident = resident_bytes("VmRSS") - before
+    cache, samples = loader.cache, loader.samples
+    order = epoch_order(samples, seed=0, epoch=0)
+    batches = BatchPlan(len(order), BATCH, 1, "drop")
+    epoch = PaddedEpoch(order, cache.lengths, batches, 0, SEQ_LENGTH, longest=True, index=True)
+    tails = {grid: synthetic_tail(grid) for grid in (cache.schema.tokens, cache.schema.states)}
+    steps = iter(np.random.default_rng(1).permutation(batches.steps)[:2000].tolist())
+    return {
+        "open_s": opened,
+        "resident_per_sample": resident / SAMPLES,
+        "order_s": seconds_of(lambda: epoch_order(samples, seed=0, epoch=1), 5),
+        "plan_ms": 1e3 * seconds_of(lambda: plan_batch(cache.schema, epoch.request(next(steps), 0).spans, tails), 2000),
+    }
+
+
+def synthetic_tail(grid: ShardGrid) -> tuple[np.ndarray, np.ndarray]:
+    """Return offsets and sizes of an object whose chunks are all there."""
+    sizes = np.full(grid.slots, 700_000, np.uint32)
+    return np.cumsum(sizes, dtype=np.uint64) - sizes, sizes
+
+
+def plan_batch(
+    schema: StoreSchema, spans: Sequence[SampleSpan], tails: Mapping[ShardGrid, tuple[np.ndarray, np.ndarray]]
+) -> int:
+    """Plan a batch of ids, mask, all layers and the last states, as far as byte ranges; return how many there are."""
+    ranges = 0
+    for grid, slots in (
+        (schema.tokens, [0]),
+        (schema.tokens, [0]),
+        (schema.states, range(LAYERS)),
+        (schema.states, [0]),
+    ):
+        for read in plan_reads(grid, spans, list(slots), 2048):
+            ranges += len(byte_runs(*tails[grid], read.spans))
+    return ranges
+
+
+def measure_memory(place: Path, batch_size: int = BATCH, prefetch_bytes: int = PREFETCH_BYTES) -> dict[str, float]:
+    """Measure resident MiB above the start, at most in each of three epochs."""
+    loader = CacheLoader(
+        open_cache(place), batch_size, prefetch_bytes=prefetch_bytes, last="short", dp_rank=0, dp_size=1
+    )
+    before = resident_bytes("VmRSS")
+    peaks = [max(resident_bytes("VmRSS") - before for _ in loader) / MIB for _ in range(EPOCHS)]
+    return {f"epoch_{number}_mib": peak for number, peak in enumerate(peaks)}
+
+
+def measure_files(place: Path, open_objects: int = OPEN_OBJECTS) -> dict[str, float]:
+    """Count the files that are open at most during an epoch, above the start."""
+    cache = open_cache(place, open_objects=open_objects)
+    loader = CacheLoader(cache, BATCH, last="short", dp_rank=0, dp_size=1)
+    before = open_files()
+    return {"open_files": max(open_files() for _ in loader) - before}
+
+
+def open_files() -> int:
+    """Return how many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+MEASURES: dict[str, Callable[[Path], dict[str, float]]] = {
+    "index": measure_index,
+    "memory": measure_memory,
+    "files": measure_files,
+}
+
+
+def in_process(part: str, place: Path) -> dict[str, float]:
+    """Run one measurement in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.loader_scale", "--part", part, "--place", str(place)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader_scale", description=__doc__)
+    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
+    parser.add_argument("--part", choices=MEASURES, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.part:
+        print(json.dumps(MEASURES[given.part](given.place)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=given.place) as temporary:
+        place = Path(temporary)
+        write_index(place / "index")
+        index = in_process("index", place / "index")
+        write_store(place / "memory", shards=14, rows=16, seq_length=512, width=1024, layers=2)
+        memory = in_process("memory", place / "memory")
+        write_store(place / "files", shards=MANY_SHARDS, rows=1, seq_length=4, width=8, layers=1)
+        files = in_process("files", place / "files")
+    peaks = ", ".join(f"{peak:.0f}" for peak in memory.values())
+    print(f"{SAMPLES:,} samples, {SHARDS:,} shards, {LAYERS} layers; {os.cpu_count()} cores")
+    print(f"open, with a loader  {index['open_s']:8.3f} s    (aim 0.3)")
+    print(f"resident             {index['resident_per_sample']:8.1f} bytes a sample (aim 60)")
+    print(f"an epoch's order     {index['order_s']:8.3f} s    (aim 0.3)")
+    print(f"plan of a batch of {BATCH} {index['plan_ms']:8.3f} ms   (aim 0.5)")
+    print(f"resident above the start, most in each epoch: {peaks} MiB (aim {PREFETCH_BYTES // MIB} + 150)")
+    print(f"open files over {MANY_SHARDS:,} shards: {files['open_files']:.0f} (bound {OPEN_OBJECTS})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""Lazy views of a store's columns for bulk work: dask arrays, on one machine or on a cluster."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dspark_store.format.schema import COLUMNS, IDS, LAYERS, MASK
+from dspark_store.format.storage import Storage
+from dspark_store.readers.cache import Cache
+
+if TYPE_CHECKING:
+    import dask.array as da
+
+_BLOCK_BYTES = 128 * 1024 * 1024
+
+
+def dask_column(cache: Cache, column: str) -> da.Array:
+    """Return a column as a lazy dask array of what the reader gives: pad token id, 0 and zeros past a sample's length.
+
+    Ids and mask are int64; bfloat16 states come as float32, which holds each of them exactly, others as they are. A
+    block is some rows of one shard, of one layer, at most about 128 MiB. Blocks are read where they are computed, so
+    the workers of a cluster need the store's path. ValueError for an unknown column or a store without layer names.
+    """
+    import dask.array as da
+
+    if column not in COLUMNS:
+        raise ValueError(f"column {column!r} is unknown; choose from {', '.join(COLUMNS)}")
+    schema = cache.schema
+    tokens = column in (IDS, MASK)
+    layers = schema.num_layers if column == LAYERS else 1
+    dtype = np.dtype(np.int64) if tokens else np.dtype(np.float16 if schema.dtype.name == "fp16" else np.float32)
+    row_bytes = schema.seq_length * (1 if tokens else schema.hidden_size) * dtype.itemsize
+    rows = _row_chunks(len(cache), schema.shard_size, max(1, _BLOCK_BYTES // row_bytes))
+    chunks: tuple[tuple[int, ...], ...] = (rows, (schema.seq_length,))
+    if not tokens:
+        chunks = (*chunks, (schema.hidden_size,) * layers)
+    view: da.Array = da.map_blocks(  # type: ignore[no-untyped-call] # untyped in dask
+        _read_block,
+        chunks=chunks,
+        dtype=dtype,
+        meta=np.empty((0,) * len(chunks), dtype),
+        name=f"dspark-store-{cache.record.store_id}-{column}-{len(cache)}",
+        storage=cache.storage,
+        column=column,
+        store_id=cache.record.store_id,
+        verify=cache.verify,
+    )
+    return view
+
+
+def _row_chunks(samples: int, shard_size: int, most: int) -> tuple[int, ...]:
+    """Split every shard into equal runs of at most ``most`` rows."""
+    chunks: list[int] = []
+    for first in range(0, samples, shard_size):
+        count = min(shard_size, samples - first)
+        parts = math.ceil(count / most)
+        chunks += [count * (part + 1) // parts - count * part // parts for part in range(parts)]
+    return tuple(chunks)
+
+
+def _read_block(
+    *, storage: Storage, column: str, store_id: str, verify: bool, block_info: dict[Any, dict[str, Any]] | None = None
+) -> np.ndarray:
+    location = (block_info or {})[None]["array-location"]
+    cache = _opened(storage, store_id, verify)
+    slot = location[2][0] // cache.schema.hidden_size if column == LAYERS else 0
+    layers = [cache.layer_ids[slot]] if column == LAYERS else None
+    values = cache.read(range(*location[0]), columns=(column,), layers=layers)[column]
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
+
+
+@lru_cache(maxsize=8)
+def _opened(storage: Storage, store_id: str, verify: bool) -> Cache:
+    """Open a store once a process."""
+    cache = Cache(storage, allow_incomplete=True, verify=verify)
+    if cache.record.store_id != store_id:
+        raise ValueError(f"{storage} holds another store now than when the dask array was made")
+    return cache

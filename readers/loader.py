@@ -1,0 +1,257 @@
+"""The loader: random batches of a store, read ahead by threads, in an order that resumes exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dspark_store.format.schema import COLUMNS
+from dspark_store.readers.cache import Cache
+from dspark_store.readers.choice import Side, Split, choose_samples
+from dspark_store.readers.device import DeviceCopy
+from dspark_store.readers.epoch import BatchRequest, Epoch, PackedEpoch, PaddedEpoch
+from dspark_store.readers.memory import BatchMemory
+from dspark_store.readers.order import BatchPlan, EndRule, LoaderState, ShardWindow, epoch_order
+from dspark_store.readers.packing import LongPolicy, pack
+from dspark_store.readers.prefetch import Ahead, Prefetcher
+from dspark_store.readers.ranks import resolve_ranks
+from dspark_store.readers.shapes import Layout
+
+type Batch = dict[str, torch.Tensor]
+type Shape = Literal["full", "longest", "packed"]
+
+DEFAULT_PREFETCH_BYTES = 512 * 1024 * 1024
+_log = logging.getLogger(__name__)
+
+
+class CacheLoader(IterableDataset[Batch]):
+    """Batches of a store, for training: iterate it once an epoch, one iteration at a time.
+
+    A batch is a dict of tensors: the chosen ``columns`` with a first axis of ``batch_size``; for rows of one sample
+    also ``sample`` and ``length``, (B,) int64; for packed rows the fields of `PackedFields`. Its memory is used again
+    once no tensor of it is left.
+
+    ``shape``: "full" rows have S positions, "longest" those of the batch's longest sample, "packed" rows hold several
+    samples in ``budget`` tokens, ``batch_size`` of them a batch; ``long_samples`` says what becomes of samples over the
+    budget. ``positions`` is the slice of every row that a sequence-parallel rank wants; ``layers`` the captured layers,
+    by id; ``layout`` that of ``target_hidden_states``.
+
+    Samples with non-finite states and those of fewer than ``min_supervised`` supervised tokens are left out, and
+    counted in the log. ``split`` takes one side of a split by content: ``validation_fraction`` of the samples are
+    validation, the same ones however the corpus grows.
+
+    The order of an epoch is a pure function of (seed, epoch): a global shuffle, or with ``window_shards`` a shuffle of
+    shards and of the samples in each window of that many shards. ``last`` says what happens to a last batch that is not
+    full: "drop", "short", "even" or "repeat" (see `BatchPlan`); every rank yields the same number of batches. Ranks are
+    as given, those of ``mesh``, or those of the default process group.
+
+    At most ``prefetch_bytes`` of batches are read ahead. With a CUDA ``device``, batches are copied there on a side
+    stream. The position is exact to the batch: see `state_dict`.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        window_shards: int | None = None,
+        last: EndRule = "drop",
+        shape: Shape = "full",
+        budget: int | None = None,
+        long_samples: LongPolicy = "cut",
+        columns: Sequence[str] = COLUMNS,
+        layers: Sequence[int] | None = None,
+        positions: slice | None = None,
+        layout: Layout = "flat",
+        min_supervised: int = 1,
+        split: Side | None = None,
+        validation_fraction: float = 0.0,
+        split_seed: int = 0,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+        device: torch.device | str | None = None,
+        index_fields: bool = True,
+    ) -> None:
+        super().__init__()
+        if prefetch_bytes < 1:
+            raise ValueError(f"prefetch_bytes must be >= 1, got {prefetch_bytes}")
+        if shape not in ("full", "longest", "packed"):
+            raise ValueError(f"the shape is {shape!r}; choose from full, longest, packed")
+        if (shape == "packed") != (budget is not None):
+            raise ValueError(f"a budget belongs to packed rows and only to them, got shape {shape!r}, budget {budget}")
+        if shape == "packed" and positions is not None:
+            raise ValueError("packed rows are read whole: positions cannot be given with shape 'packed'")
+        if split is None and validation_fraction:
+            raise ValueError(f"validation_fraction {validation_fraction} needs split='train' or split='validation'")
+        self.cache = cache
+        self.batch_size = batch_size
+        self.seed = seed
+        self.last: EndRule = last
+        self.dp_rank, self.dp_size = resolve_ranks(dp_rank, dp_size, mesh)
+        self.epoch = 0
+        self._shuffle = shuffle
+        self._window = None if window_shards is None else ShardWindow(cache.schema.shard_size, window_shards)
+        self._shape, self._budget, self._long_samples = shape, budget, long_samples
+        self._slots = cache.slots(layers)
+        self._span = cache.span(positions)
+        self._memory = BatchMemory(cache.schema, cache.columns(columns), len(self._slots), layout)
+        self._index_fields = index_fields
+        self._prefetch_bytes = prefetch_bytes
+        self._copy = DeviceCopy.to(device)
+        sides = None if split is None else Split(split, validation_fraction, split_seed)
+        self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides)
+        self._steps_done = 0
+        self._planned: tuple[int, Epoch] | None = None
+        self._running: Prefetcher[Batch] | None = None
+        repeated = BatchPlan(len(self._samples), batch_size, self.dp_size, last).repeated
+        if repeated and shape != "packed":
+            _log.info("an epoch repeats %d samples to fill its last batch on every rank", repeated)
+
+    @property
+    def samples(self) -> np.ndarray:
+        """The samples that are loaded, ascending int64."""
+        return self._samples
+
+    @property
+    def dataset(self) -> Cache:
+        """The store, under the name that torch's DataLoader gives it."""
+        return self.cache
+
+    @property
+    def sampler(self) -> Self:
+        """This loader: scripts call ``loader.sampler.set_epoch``."""
+        return self
+
+    def __len__(self) -> int:
+        """Batches that this epoch yields, on every rank."""
+        return self._plan().batches.steps
+
+    def epoch_samples(self) -> np.ndarray:
+        """Return the samples of this rank's batches in this epoch, one batch after the other, int64."""
+        plan = self._plan()
+        batches = [plan.samples(step, self.dp_rank) for step in range(plan.batches.steps)]
+        return np.concatenate([np.empty(0, np.int64), *batches])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration begin an epoch; without this, each one begins the epoch after the last finished."""
+        if epoch != self.epoch:
+            self.epoch, self._steps_done = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the epoch, and what all ranks have taken of it. The same on every rank."""
+        state = LoaderState.after(self._plan().batches, epoch=self.epoch, steps=self._steps_done)
+        return {
+            "epoch": state.epoch,
+            "consumed": state.consumed,
+            "count": state.count,
+            "global_batch": state.global_batch,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where a loader stood, under any world size with the same global batch.
+
+        ValueError when the seed, the global batch or the number of samples is another, and the stream would be too.
+        """
+        if state["seed"] != self.seed:
+            raise ValueError(f"the state was saved with seed {state['seed']}, this loader has {self.seed}")
+        position = LoaderState(state["epoch"], state["consumed"], state["count"], state["global_batch"])
+        self._stop()
+        before, self.epoch = self.epoch, position.epoch
+        try:
+            self._steps_done = position.steps_done(self._plan().batches)
+        except ValueError:
+            self.epoch = before
+            raise
+
+    def __iter__(self) -> Iterator[Batch]:
+        if get_worker_info() is not None:
+            raise ValueError("a CacheLoader reads ahead in threads of its own: use it with num_workers=0")
+        self._stop()
+        number, epoch = self.epoch, self._plan()
+        if epoch.batches.steps == 0:
+            raise ValueError(
+                f"the epoch has no batch: {epoch.batches.count} items are fewer than the {epoch.batches.global_batch} "
+                "of one global batch, and last='drop' drops them"
+            )
+        largest = self._memory.nbytes(self.batch_size, self._budget or self._span[1] - self._span[0])
+        self._memory.open(self._prefetch_bytes + 2 * largest)
+        running = Prefetcher(self._work(epoch, self._steps_done), self._prefetch_bytes)
+        self._running = running
+        try:
+            for batch in running:
+                if self.epoch == number:  # set_epoch holds from the next iteration on
+                    self._steps_done += 1
+                yield self._copy.receive(batch)
+                del batch
+            if self._running is running and self.epoch == number:
+                self.epoch, self._steps_done = number + 1, 0
+        finally:
+            running.close()
+            if self._running is running:
+                self._stop()
+
+    def close(self) -> None:
+        """Stop, and let go of threads, files and buffers. An iteration under way ends; the next goes on behind it."""
+        self._stop()
+        self.cache.close()
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+        self._memory.close()
+
+    def _work(self, epoch: Epoch, first: int) -> Iterator[Ahead[Batch]]:
+        for step in range(first, epoch.batches.steps):
+            request = epoch.request(step, self.dp_rank)
+            nbytes = self._memory.nbytes(request.rows, request.length)
+            yield Ahead(nbytes, lambda request=request: self._read(request))  # type: ignore[misc]
+
+    def _plan(self) -> Epoch:
+        """Return the current epoch's batches, planned once."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = (self.epoch, self._plan_epoch(self.epoch))
+        return self._planned[1]
+
+    def _plan_epoch(self, epoch: int) -> Epoch:
+        order = epoch_order(self._samples, seed=self.seed, epoch=epoch, shuffle=self._shuffle, window=self._window)
+        lengths = self.cache.lengths
+        if self._budget is not None:
+            plan = pack(
+                order,
+                lengths,
+                budget=self._budget,
+                rows_per_batch=self.batch_size,
+                dp_size=self.dp_size,
+                policy=self._long_samples,
+                last=self.last,
+            )
+            _log.info(
+                "%d packed rows in epoch %d; %d samples are cut to the budget, %d longer and %d empty ones left out",
+                len(plan),
+                epoch,
+                plan.cut,
+                plan.left_out,
+                plan.empty,
+            )
+            return PackedEpoch(plan)
+        batches = BatchPlan(len(order), self.batch_size, self.dp_size, self.last)
+        longest = self._shape == "longest"
+        return PaddedEpoch(order, lengths, batches, *self._span, longest=longest, index=self._index_fields)
+
+    def _read(self, request: BatchRequest) -> Batch:
+        batch = self._memory.lease(request.rows, request.length)
+        self.cache.read_spans(request.spans, self._slots, batch)
+        batch |= {name: torch.from_numpy(values) for name, values in request.fields.items()}
+        return self._copy(batch)

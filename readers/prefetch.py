@@ -1,0 +1,95 @@
+"""Work done ahead in a thread, bounded in bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead[T]:
+    """One item to produce: what it takes in memory, and how it is made."""
+
+    nbytes: int
+    make: Callable[[], T]
+
+
+class Prefetcher[T]:
+    """Makes items in one thread, in order, ahead of its consumer.
+
+    Items made and not yet taken take at most ``limit_bytes``; one item is always allowed. An exception of the producer
+    is raised to the consumer in the place of the item that failed, with its own traceback. After `close`, or the last
+    item, no thread is left.
+    """
+
+    def __init__(self, work: Iterable[Ahead[T]], limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._ready: deque[tuple[int, T]] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._finished = False
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+        # the thread alone holds the work, and drops it when it ends
+        self._thread = threading.Thread(target=self._produce, args=(work,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._finished)
+                if self._ready and not self._closed:
+                    nbytes, item = self._ready.popleft()
+                    self._bytes -= nbytes
+                    self._changed.notify_all()
+                    return item
+        except BaseException:
+            self.close()  # Ctrl-C while waiting
+            raise
+        error, self._error = self._error, None
+        self.close()
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop producing, wait for the thread, and drop what was made: the consumer gets no more."""
+        if self._process != os.getpid():  # the thread stayed in the process that was forked, maybe with the lock
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._ready.clear()
+
+    def _produce(self, work: Iterable[Ahead[T]]) -> None:
+        try:
+            for ahead in work:
+                if not self._wait_for_room(ahead.nbytes):
+                    return
+                item = ahead.make()
+                with self._changed:
+                    self._ready.append((ahead.nbytes, item))
+                    self._changed.notify_all()
+                del item, ahead
+        except BaseException as error:  # noqa: BLE001 - raised by __next__
+            self._error = error
+        finally:
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
+
+    def _wait_for_room(self, nbytes: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._limit)
+            self._bytes += nbytes
+            return not self._closed

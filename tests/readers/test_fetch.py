@@ -1,0 +1,247 @@
+"""Objects are opened a few at a time, read by the ranges that are wanted, and decoded into their places."""
+
+import os
+import threading
+from collections.abc import Buffer, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark_store import Cache, DamagedStoreError, open_cache
+from dspark_store.format.objects import Expected, open_object
+from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.storage import LocalObject, LocalStorage, ObjectReader
+from dspark_store.readers.fetch import ObjectPool
+from dspark_store.readers.forks import ProcessLock
+from dspark_store.readers.workers import ReadThreads
+from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
+
+SIX_LAYERS = Shape(seq_length=64, shard_size=4, chunk_tokens=16, hidden_size=64, layer_ids=(0, 1, 2, 3, 4, 5))
+
+
+class CountingObject:
+    """`ObjectReader` that counts what is read, and is in the list of open objects until it is closed."""
+
+    def __init__(self, reader: LocalObject, storage: "CountingStorage") -> None:
+        self.size = reader.size
+        self._reader = reader
+        self._storage = storage
+        with storage.lock:
+            storage.open_now += 1
+            storage.most_open = max(storage.most_open, storage.open_now)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self._reader.read(offset, length)
+
+    def read_into(self, buffer: Buffer, offset: int) -> int:
+        return self._count(self._reader.read_into(buffer, offset))
+
+    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
+        return self._count(self._reader.read_vector(buffers, offset))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __del__(self) -> None:
+        with self._storage.lock:
+            self._storage.open_now -= 1
+
+    def _count(self, nbytes: int) -> int:
+        with self._storage.lock:
+            self._storage.nbytes += nbytes
+            self._storage.reads += 1
+        return nbytes
+
+
+class CountingStorage(LocalStorage):
+    """Local storage that counts bytes and reads of chunks (not of tails), and open objects."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.lock = threading.RLock()  # a collection inside it may close an object
+        self.nbytes = self.reads = self.open_now = self.most_open = 0
+
+    def open(self, key: str) -> ObjectReader:  # type: ignore[override]  # any reader will do
+        return CountingObject(super().open(key), self)
+
+
+@pytest.fixture(scope="module", params=["none", "default"])
+def six_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltStore:
+    place = tmp_path_factory.mktemp("six-layers")
+    return build_store(place, codec=request.param, lengths=(64, 40, 7, 64, 33, 64), shape=SIX_LAYERS, weights=False)
+
+
+def test_two_of_six_layers_take_a_third_of_the_bytes(six_layers: BuiltStore) -> None:
+    def read_bytes(layers: list[int]) -> int:
+        storage = CountingStorage(six_layers.path)
+        Cache(storage).read(range(6), columns=[LAYERS], layers=layers)
+        return storage.nbytes
+
+    assert read_bytes([4, 1]) <= 0.36 * read_bytes([0, 1, 2, 3, 4, 5])
+
+
+def test_a_slice_of_positions_reads_only_its_chunks(six_layers: BuiltStore) -> None:
+    def read_bytes(positions: slice) -> int:
+        storage = CountingStorage(six_layers.path)
+        Cache(storage).read([0], columns=[LAST], positions=positions)
+        return storage.nbytes
+
+    assert read_bytes(slice(0, 16)) + read_bytes(slice(16, 64)) == read_bytes(slice(0, 64))
+
+
+def test_neighbours_are_read_at_once(six_layers: BuiltStore) -> None:
+    storage = CountingStorage(six_layers.path)
+    Cache(storage).read(range(4), columns=[LAYERS], layers=[2], layout="stacked")
+    assert storage.reads == 1
+
+
+def test_a_shared_object_is_read_once_for_both_its_columns(six_layers: BuiltStore) -> None:
+    def read_bytes(columns: list[str], layers: list[int]) -> int:
+        storage = CountingStorage(six_layers.path)
+        Cache(storage).read(range(6), columns=columns, layers=layers)
+        return storage.nbytes
+
+    assert read_bytes([LAYERS, LAST], [0, 5]) == read_bytes([LAYERS], [0, 5])
+    assert read_bytes([LAYERS, LAST], [5]) == read_bytes([LAST], [5])
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.lists(st.integers(0, 5), max_size=4),
+    layers=st.lists(st.integers(0, 5), max_size=4),
+    start=st.integers(0, 64),
+    stop=st.integers(0, 64),
+    columns=st.sampled_from([[LAYERS], [LAYERS, LAST], [LAST, LAYERS]]),
+)
+def test_layers_are_the_same_with_and_without_the_last_states(six_layers, rows, layers, start, stop, columns) -> None:
+    expected = padded(six_layers)
+    positions = slice(start, stop)
+    batch = open_cache(six_layers.path).read(
+        rows, columns=columns, layers=layers, positions=positions, layout="stacked"
+    )
+    assert same_bits(batch[LAYERS], expected.layers[rows][:, layers][:, :, positions])
+    if LAST in columns:
+        assert same_bits(batch[LAST], expected.last[rows][:, positions])
+
+
+@pytest.mark.parametrize("open_objects", [1, 9, 12])
+def test_open_objects_stay_under_their_bound(six_layers: BuiltStore, open_objects: int) -> None:
+    storage, threads = CountingStorage(six_layers.path), 4
+    cache = Cache(storage, threads=threads, open_objects=open_objects)
+    for _ in range(10):
+        cache.read([5, 0, 3, 2])
+    assert storage.most_open <= max(open_objects, threads + 1)
+    cache.close()
+    assert storage.open_now == 0
+
+
+def test_no_open_objects_at_all_are_refused(six_layers: BuiltStore) -> None:
+    with pytest.raises(ValueError, match="open_objects must be >= 1, got 0"):
+        open_cache(six_layers.path, open_objects=0)
+
+
+def test_an_open_objects_tail_is_kept_small(six_layers: BuiltStore) -> None:
+    storage, slots = LocalStorage(six_layers.path), six_layers.schema.states.slots
+    key = f"{LAST}/c.0.0.0"
+    whole = open_object(storage, key, slots, expected_of(six_layers)).tail
+    packed = ObjectPool(storage).get(key, slots, expected_of(six_layers)).tail
+    for name in ("offsets", "sizes", "crcs"):
+        assert getattr(packed, name).tolist() == getattr(whole, name).tolist()
+        assert getattr(packed, name).base is None  # holds no bytes beside its own
+    assert sum(values.nbytes for values in (packed.offsets, packed.sizes, packed.crcs)) <= 12 * slots
+
+
+def expected_of(store: BuiltStore) -> Expected:
+    return open_cache(store.path)._reader._expected(LAST, 0, 0)
+
+
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+def test_without_checks_a_flipped_value_comes_through(layout: str, tmp_path: Path) -> None:
+    store = build_store(tmp_path, codec="none", lengths=(20, 20), weights=False)
+    flip(tmp_path / f"{LAYERS}/c.0.0.0", 0)
+    expected = padded(store).layers[0, :1].clone().view(torch.int16)
+    expected[0, 0, 0] ^= 1
+    batch = open_cache(tmp_path, verify=False).read([0], columns=[LAYERS], layers=[2], layout=layout)  # type: ignore[arg-type]
+    assert np.array_equal(batch[LAYERS].reshape(1, 20, 8).view(torch.int16).numpy(), expected.numpy())
+    with pytest.raises(DamagedStoreError, match=r"layer 2, sample 0 \(shard 0\)"):
+        open_cache(tmp_path).read([0], columns=[LAYERS], layers=[2], layout=layout)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def held_lock() -> Iterator[ProcessLock]:
+    """A lock that another thread holds."""
+    lock, release, held = ProcessLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    yield lock
+    release.set()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ProcessLock) -> None:
+    child = os.fork()
+    if child == 0:
+        with held_lock:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_reads_what_its_parent_reads(six_layers: BuiltStore) -> None:
+    cache, expected = open_cache(six_layers.path), padded(six_layers)
+    cache.read(range(6))
+    child = os.fork()
+    if child == 0:
+        os._exit(7 if same_bits(cache.read(range(6))[LAST], expected.last) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_threads_end_when_they_are_closed_and_start_again() -> None:
+    threads, used = ReadThreads(3), set[threading.Thread]()
+    for _ in range(2):
+        used.clear()
+        threads.run([lambda: used.add(threading.current_thread())] * 6)
+        assert used
+        assert threading.main_thread() not in used
+        threads.close()
+        assert not any(thread.is_alive() for thread in used)
+
+
+def test_all_reads_end_before_the_first_error_is_raised() -> None:
+    ended = []
+
+    def fail() -> None:
+        raise OSError("first")
+
+    with pytest.raises(OSError, match="first"):
+        ReadThreads(2).run([fail, *[lambda: ended.append(1)] * 20, fail])
+    assert len(ended) == 20
+
+
+def test_closing_does_not_break_a_batch_of_another_thread() -> None:
+    threads, stop = ReadThreads(2), threading.Event()
+
+    def close_again_and_again() -> None:
+        while not stop.is_set():
+            threads.close()
+
+    closer = threading.Thread(target=close_again_and_again)
+    closer.start()
+    done: list[int] = []
+    for _ in range(200):
+        threads.run([lambda: done.append(1)] * 4)
+    stop.set()
+    closer.join()
+    assert len(done) == 800
