@@ -39,6 +39,7 @@ from dspark_store.writers.weights import write_weights
 CACHE_KEYS = COLUMNS
 DTYPE_MAP = MappingProxyType({name: dtype.torch_dtype for name, dtype in CACHE_DTYPES.items()})
 _CODEC = "default"
+_LARGEST_ID = 2**31 - 1
 _BUFFER_BYTES = 256 * 1024 * 1024
 
 type PathText = str | PathLike[str]
@@ -213,6 +214,13 @@ def write_shard(
     missing = [name for name in CACHE_KEYS if name not in samples]
     if missing:
         raise ValueError(f"shard {shard_index} is missing required fields: {', '.join(missing)}")
+    if shard_index < 0:
+        raise ValueError(f"shard_index must be >= 0, got {shard_index}")
+    for name in (IDS, MASK):
+        if samples[name].is_floating_point() or (samples[name].dtype is torch.bool and name == IDS):
+            raise ValueError(f"{name} of shard {shard_index} must be integers, got {samples[name].dtype}")
+    if int(samples[IDS].max()) > _LARGEST_ID:
+        raise ValueError(f"input_ids of shard {shard_index} go up to {int(samples[IDS].max())}, above {_LARGEST_ID}")
     storage = LocalStorage(cache_dir)
     record = _existing(storage)
     if record is None or not _has_shards(storage, record):

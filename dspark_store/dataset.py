@@ -45,8 +45,16 @@ class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.cache[index]
 
-    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return a whole batch, stacked: torch's DataLoader calls this instead of one item at a time."""
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Return several samples, read as one batch: torch's DataLoader calls this instead of one item at a time."""
+        batch = self.cache.read(indices)
+        return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
+
+
+class _Batches(CachedDSparkDataset):
+    """The dataset of our own DataLoader: what it fetches is the batch already."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return self.cache.read(indices)
 
 
@@ -60,7 +68,7 @@ def build_cached_dspark_dataloader(
     over the default process group, and repeats as many as make them even, which the log counts; the last batch may be
     short. ``loader.sampler.set_epoch`` chooses the epoch's order.
     """
-    dataset = CachedDSparkDataset(cache_dir)
+    dataset = _Batches(cache_dir)
     loader = CacheLoader(
         dataset.cache,
         batch_size,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import zarr
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
-from dspark_store.format.metadata import read_metadata, record_nodes
+from dspark_store.format.metadata import read_metadata, read_record, record_nodes
 from dspark_store.format.schema import (
     COLUMNS,
     IDS,
@@ -75,13 +76,13 @@ class Cache:
         self.storage = storage
         self.verify = verify
         self._allow_incomplete = allow_incomplete
-        metadata = read_metadata(storage)
-        self.record = metadata.record
-        if not self.record.complete and not allow_incomplete:
+        if not allow_incomplete and not read_record(storage).complete:
             raise ValueError(
                 f"store at {storage} is incomplete (its precompute was interrupted or still runs): "
                 "run the precompute again with --resume to finish it"
             )
+        metadata = read_metadata(storage)
+        self.record = metadata.record
         self.index = StoreIndex(storage, self.record)
         expected = record_nodes(self.record)
         self._foreign = {
@@ -181,7 +182,7 @@ class Cache:
 
     def read(
         self,
-        rows: Sequence[int],
+        rows: Iterable[SupportsIndex],
         *,
         columns: Sequence[str] = COLUMNS,
         layers: Sequence[int] | None = None,
@@ -218,8 +219,14 @@ class Cache:
         """Let go of threads and open objects; the next read takes new ones."""
         self._reader.close()
 
-    def _wrap(self, row: int) -> int:
-        sample = row + len(self) if row < 0 else row
+    def _wrap(self, row: SupportsIndex) -> int:
+        if isinstance(row, bool | np.bool_) or getattr(row, "dtype", None) is torch.bool:
+            raise ValueError("rows are sample numbers, not a mask; give np.flatnonzero(mask)")
+        try:
+            number = operator.index(row)
+        except TypeError as error:
+            raise ValueError(f"rows are sample numbers, got {row!r}") from error
+        sample = number + len(self) if number < 0 else number
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {row} is outside the store's {len(self)} samples")
         return int(sample)
@@ -242,6 +249,8 @@ class Cache:
 
     def span(self, positions: slice | None) -> tuple[int, int]:
         """Return the start and stop of a slice of positions; ValueError when its step is not 1."""
+        if positions is not None and not isinstance(positions, slice):
+            raise ValueError(f"positions must be a slice, got {positions!r}")
         start, stop, step = (positions or slice(None)).indices(self.schema.seq_length)
         if step != 1:
             raise ValueError(f"positions must be a slice of step 1, got {positions}")

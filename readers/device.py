@@ -17,11 +17,16 @@ class DeviceCopy:
     @classmethod
     def to(cls, device: torch.device | str | None) -> Self:
         """Return the copy for a device; None and the CPU need none. ValueError for another kind of device."""
-        wanted = None if device is None else torch.device(device)
+        try:
+            wanted = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is unknown: expected cpu, cuda or cuda:N") from error
         if wanted is None or wanted.type == "cpu":
             return cls(None)
         if wanted.type != "cuda":
             raise ValueError(f"batches are copied to a CUDA device or stay on the CPU, got device {device!r}")
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} is not there: torch sees no CUDA device")
         return cls(wanted)
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Self
 
@@ -11,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dspark_store.format.jsonvalue import json_digest
 from dspark_store.format.schema import COLUMNS
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.choice import Side, Split, choose_samples
@@ -93,9 +96,11 @@ class CacheLoader(IterableDataset[Batch]):
             raise ValueError("packed rows are read whole: positions cannot be given with shape 'packed'")
         if split is None and validation_fraction:
             raise ValueError(f"validation_fraction {validation_fraction} needs split='train' or split='validation'")
+        if not cache.record.complete:
+            raise ValueError(f"store at {cache.storage} is incomplete: finish it before training from it")
         self.cache = cache
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = operator.index(seed)
         self.last: EndRule = last
         self.dp_rank, self.dp_size = resolve_ranks(dp_rank, dp_size, mesh)
         self.epoch = 0
@@ -111,6 +116,9 @@ class CacheLoader(IterableDataset[Batch]):
         sides = None if split is None else Split(split, validation_fraction, split_seed)
         self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides)
         self._steps_done = 0
+        self._resumed = False
+        order = [shuffle, window_shards, last, shape, budget, long_samples]
+        self._stream = json_digest([*order, hashlib.blake2b(self._samples.tobytes()).hexdigest()], size=8)
         self._planned: tuple[int, Epoch] | None = None
         self._running: Prefetcher[Batch] | None = None
         repeated = BatchPlan(len(self._samples), batch_size, self.dp_size, last).repeated
@@ -143,11 +151,15 @@ class CacheLoader(IterableDataset[Batch]):
         return np.concatenate([np.empty(0, np.int64), *batches])
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin an epoch; without this, each one begins the epoch after the last finished."""
-        if epoch != self.epoch:
-            self.epoch, self._steps_done = epoch, 0
+        """Make the next iteration begin an epoch; without this, each one begins the epoch after the last finished one.
 
-    def state_dict(self) -> dict[str, int]:
+        An iteration that was left early is begun again, as torch's DataLoader does it; after `load_state_dict` the next
+        one goes on, also when this names the same epoch.
+        """
+        if epoch != self.epoch:
+            self.epoch, self._steps_done, self._resumed = epoch, 0, False
+
+    def state_dict(self) -> dict[str, int | str]:
         """Return the position: the epoch, and what all ranks have taken of it. The same on every rank."""
         state = LoaderState.after(self._plan().batches, epoch=self.epoch, steps=self._steps_done)
         return {
@@ -156,28 +168,40 @@ class CacheLoader(IterableDataset[Batch]):
             "count": state.count,
             "global_batch": state.global_batch,
             "seed": self.seed,
+            "stream": self._stream,
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on where a loader stood, under any world size with the same global batch.
 
-        ValueError when the seed, the global batch or the number of samples is another, and the stream would be too.
+        ValueError when the stream would be another: other seed, samples, order, shape of rows or global batch.
         """
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise ValueError(f"this is no state of a CacheLoader: it lacks {', '.join(sorted(missing))}")
         if state["seed"] != self.seed:
             raise ValueError(f"the state was saved with seed {state['seed']}, this loader has {self.seed}")
-        position = LoaderState(state["epoch"], state["consumed"], state["count"], state["global_batch"])
+        position = LoaderState(*(int(state[name]) for name in ("epoch", "consumed", "count", "global_batch")))
         self._stop()
         before, self.epoch = self.epoch, position.epoch
         try:
-            self._steps_done = position.steps_done(self._plan().batches)
+            steps = position.steps_done(self._plan().batches)
+            if state["stream"] != self._stream:
+                raise ValueError(
+                    "the state was saved by a loader of another stream: other samples, order, end rule or rows"
+                )
         except ValueError:
             self.epoch = before
             raise
+        self._steps_done, self._resumed = steps, True
 
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise ValueError("a CacheLoader reads ahead in threads of its own: use it with num_workers=0")
         self._stop()
+        if not self._resumed:
+            self._steps_done = 0
+        self._resumed = False
         number, epoch = self.epoch, self._plan()
         if epoch.batches.steps == 0:
             raise ValueError(
@@ -197,12 +221,11 @@ class CacheLoader(IterableDataset[Batch]):
             if self._running is running and self.epoch == number:
                 self.epoch, self._steps_done = number + 1, 0
         finally:
-            running.close()
             if self._running is running:
                 self._stop()
 
     def close(self) -> None:
-        """Stop, and let go of threads, files and buffers. An iteration under way ends; the next goes on behind it."""
+        """Stop, and let go of threads, files and buffers. An iteration under way ends."""
         self._stop()
         self.cache.close()
 

@@ -10,3 +10,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what tests counted (see `record_property`), such as the bit flips that were noticed."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {name} = {value}")

@@ -198,3 +198,16 @@ def test_another_format_version_is_refused_on_writing_and_on_reading(tmp_path):
     (tmp_path / "zarr.json").write_text(json.dumps(document))
     with pytest.raises(ValueError, match="format_version 999"):
         ds.read_manifest(tmp_path)
+
+
+def test_a_shard_below_zero_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="shard_index must be >= 0"):
+        ds.write_shard(tmp_path, -1, shard_of(2))
+
+
+@pytest.mark.parametrize("ids", [torch.full((2, 4), 2**32 + 7), torch.full((2, 4), 1.5)])
+def test_ids_that_would_be_stored_as_others_are_refused(tmp_path, ids):
+    samples = shard_of(2)
+    samples["input_ids"] = ids.expand(samples["input_ids"].shape[0], -1)[:, : samples["input_ids"].shape[1]]
+    with pytest.raises(ValueError, match="input_ids of shard 0"):
+        ds.write_shard(tmp_path, 0, samples)

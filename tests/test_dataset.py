@@ -35,10 +35,15 @@ def test_reading_from_the_middle_fetches_nothing_before_it(tmp_path, monkeypatch
         return read(rows)
 
     monkeypatch.setattr(dataset.cache, "read", noted)
-    rest = DataLoader(Subset(dataset, range(4, 6)), batch_size=2, collate_fn=lambda batch: batch)
-    (batch,) = rest
+    (batch,) = DataLoader(Subset(dataset, range(4, 6)), batch_size=2)
     assert fetched == [4, 5]
     assert same(batch, shards[2])
+
+
+def test_a_plain_torch_loader_takes_the_dataset(tmp_path):
+    shards = write_cache(tmp_path, 4)
+    dataset = ds.CachedDSparkDataset(tmp_path)
+    assert all(same(batch, shard) for batch, shard in zip(DataLoader(dataset, batch_size=2), shards, strict=True))
 
 
 def test_an_index_past_either_end_is_an_index_error(tmp_path):

@@ -19,7 +19,7 @@ type ChunkSink = Callable[[EncodedChunk], None]
 class EncodePipeline:
     """Runs encode tasks on ``threads`` threads and hands their results to sinks in the order of submission.
 
-    At most ``buffer_bytes`` of chunks (before encoding) are under way; `submit` waits beyond that. Because sinks run
+    At most ``buffer_bytes`` of what is submitted are under way; `submit` waits beyond that. Because sinks run
     one at a time and in order, an object's bytes do not depend on the number of threads. The first error of a task or
     a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. ``buffers`` are for the
     chunks themselves.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.codecs import CodecChain, EncodedChunk
-from dspark_store.format.dtypes import CacheDtype, all_finite, bits_tensor
+from dspark_store.format.dtypes import all_finite, bits_tensor
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import STATE_LEDGER, StateObject, StoreSchema
@@ -26,17 +26,6 @@ class ShardReport:
 
     stored_bytes: int
     nonfinite: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk on its way to the encoder: its buffer, how it is cut, and where its row is noted if it is not finite."""
-
-    buffer: np.ndarray
-    width: int
-    valid: int
-    row: int
-    nonfinite: set[int]
 
 
 class NonFiniteError(ValueError):
@@ -106,19 +95,25 @@ class StateShardWriter:
         step, first = schema.chunk_tokens, row * schema.states.chunks_per_row
         for index in range(schema.states.chunks_of(len(states))):
             piece = states[index * step : (index + 1) * step]
-            chunk = _Chunk(self._fill(piece), schema.hidden_size, len(piece), row, self._nonfinite[position])
-            task = partial(_encode, chunk, schema.dtype, self._chain, buffers)
-            sink = partial(_store, self._writers[position], first + index, chunk, buffers)
-            self._pipeline.submit(task, chunk.buffer.nbytes, sink)
+            bits, finite = self._fill(piece)
+            if not finite:
+                self._nonfinite[position].add(row)
+            task = partial(_encode, bits.view(schema.dtype.stored), self._chain, buffers)
+            sink = partial(_store, self._writers[position], first + index, bits, buffers)
+            # counted twice: its buffer is kept for the next chunk while what it was encoded to waits to be written
+            self._pipeline.submit(task, 2 * bits.nbytes, sink)
 
-    def _fill(self, piece: torch.Tensor) -> np.ndarray:
-        """Cast the positions of one chunk into a buffer of whole chunk size, the rest of it the fill value."""
+    def _fill(self, piece: torch.Tensor) -> tuple[np.ndarray, bool]:
+        """Cast the positions of one chunk into a buffer of (T, H) bits, the rest of it the fill value.
+
+        Returned with it is whether the positions are finite: they are checked while the processor's cache has them.
+        """
         schema = self._schema
         buffer = self._pipeline.buffers.acquire(schema.chunk_tokens * schema.hidden_size * schema.dtype.itemsize)
         bits = buffer.view(schema.dtype.bits).reshape(schema.chunk_tokens, schema.hidden_size)
         bits_tensor(bits, schema.dtype.torch_dtype)[: len(piece)].copy_(piece)
         bits[len(piece) :] = schema.dtype.fill_bits
-        return buffer
+        return bits, all_finite(bits[: len(piece)], schema.dtype)
 
     def commit(self) -> ShardReport:
         """Wait for the encoders, finish every object, then publish the ledger row: the commit."""
@@ -136,7 +131,7 @@ class StateShardWriter:
         return ShardReport(stored, tuple(sorted(set().union(*self._nonfinite))))
 
     def nonfinite_rows(self) -> set[int]:
-        """Return the rows found non-finite so far, among the chunks that are encoded."""
+        """Return the rows found non-finite so far."""
         return set().union(*self._nonfinite)
 
     def abort(self) -> None:
@@ -153,19 +148,16 @@ class StateShardWriter:
         return ObjectLabel(store_id, tuple(places), self._rows, self._tokens, tuple(sorted(nonfinite)))
 
 
-def _encode(chunk: _Chunk, dtype: CacheDtype, chain: CodecChain, buffers: BufferPool) -> EncodedChunk:
-    """Check and encode one chunk. Runs in an encoder thread."""
-    bits = chunk.buffer.view(dtype.bits).reshape(-1, chunk.width)
-    if not all_finite(bits[: chunk.valid], dtype):
-        chunk.nonfinite.add(chunk.row)
-    encoded = chain.encode(bits.view(dtype.stored))
+def _encode(chunk: np.ndarray, chain: CodecChain, buffers: BufferPool) -> EncodedChunk:
+    """Encode one chunk. Runs in an encoder thread."""
+    encoded = chain.encode(chunk)
     if isinstance(encoded.payload, bytes):
-        buffers.release(chunk.buffer)
+        buffers.release(chunk.reshape(-1).view(np.uint8))
     return encoded
 
 
-def _store(writer: ShardWriter, slot: int, chunk: _Chunk, buffers: BufferPool, encoded: EncodedChunk) -> None:
+def _store(writer: ShardWriter, slot: int, chunk: np.ndarray, buffers: BufferPool, encoded: EncodedChunk) -> None:
     """Append an encoded chunk to its object. Runs in the writing thread."""
     writer.append(slot, encoded)
     if not isinstance(encoded.payload, bytes):
-        buffers.release(chunk.buffer)  # the payload was a view of it
+        buffers.release(chunk.reshape(-1).view(np.uint8))  # the payload was a view of it

@@ -12,6 +12,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+_PIECE = 32 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
@@ -82,12 +84,15 @@ def tensor_bits(states: torch.Tensor) -> np.ndarray:
 
 
 def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
-    """Tell whether an array of stored bits holds no infinity and no NaN.
+    """Tell whether a C-contiguous array of stored bits holds no infinity and no NaN.
 
-    A comparison of magnitudes as integers: torch's isfinite takes as long as compressing the same bfloat16 values.
+    A comparison of magnitudes as integers: torch's isfinite takes as long as compressing the same bfloat16 values. It
+    goes piece by piece, so that what it computes stays in the processor's cache.
     """
-    magnitudes = bits & bits.dtype.type(dtype.infinity_bits | (dtype.infinity_bits - 1))
-    return not bits.size or int(magnitudes.max()) < dtype.infinity_bits
+    flat = bits.reshape(-1)
+    magnitude = flat.dtype.type(dtype.infinity_bits | (dtype.infinity_bits - 1))
+    pieces = (flat[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
+    return all(int((piece & magnitude).max()) < dtype.infinity_bits for piece in pieces)
 
 
 def bits_tensor(bits: np.ndarray, torch_dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from dspark_store.format.schema import group_document, metadata_bytes
 from dspark_store.format.storage import Storage
 
 ROOT_KEY = "zarr.json"
+_ATTEMPTS = 5
+_PAUSE_SECONDS = 0.05
 
 type Nodes = Mapping[str, Mapping[str, JsonValue]]
 """Metadata of arrays and groups below the root, by path."""
@@ -69,8 +72,20 @@ def read_record(storage: Storage) -> StoreRecord:
 def read_metadata(storage: Storage) -> StoreMetadata:
     """Read and check the whole metadata tree.
 
-    FileNotFoundError when there is no store, DamagedStoreError when a node is missing or the seal does not hold.
+    FileNotFoundError when there is no store, DamagedStoreError when a node is missing or the seal does not hold. A
+    growing store is read again for a moment: its writer replaces nodes and root one after the other.
     """
+    for _ in range(_ATTEMPTS):
+        try:
+            return _read_metadata(storage)
+        except DamagedStoreError:
+            if read_record(storage).complete:
+                break
+            time.sleep(_PAUSE_SECONDS)
+    return _read_metadata(storage)
+
+
+def _read_metadata(storage: Storage) -> StoreMetadata:
     attributes = _root_attributes(storage)
     record = parse_record(attributes, str(storage))
     try:

@@ -226,6 +226,9 @@ class LocalStorage:
     def __hash__(self) -> int:
         return hash(self.root)
 
+    def __str__(self) -> str:
+        return str(self.root)
+
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.root)!r})"
 

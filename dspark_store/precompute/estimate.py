@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.precompute.progress import size_text, time_text
 
@@ -69,6 +71,14 @@ def padded_bytes(schema: StoreSchema, samples: int) -> int:
     return samples * schema.seq_length * position
 
 
+def weight_bytes(record: StoreRecord) -> int:
+    """Return the bytes of the target's embedding and head before compression, a tied head counted once."""
+    vocabulary = record.manifest["target_vocab_size"]
+    tied = bool((record.target_config or {}).get("tie_word_embeddings", True))
+    tables = 1 if tied else 2
+    return tables * int(cast(int, vocabulary)) * record.schema.hidden_size * record.schema.dtype.itemsize
+
+
 def stored_range(schema: StoreSchema, last_layer: int, volume: Volume) -> tuple[float, float]:
     """Return the least and the most bytes that the states of a volume are expected to take on disk.
 
@@ -99,7 +109,7 @@ def estimate_lines(
     """Yield the lines that ``--estimate`` prints."""
     raw = ragged_bytes(schema, last_layer, volume.tokens)
     least, most = stored_range(schema, last_layer, volume)
-    mean = volume.tokens / volume.samples
+    mean = volume.tokens / max(1, volume.samples)
     vectors = distinct_states(schema, last_layer)
     unsupervised = f"{volume.unsupervised_samples:,} unsupervised"
     yield f"samples            {volume.samples:,} (mean {mean:.0f} tokens, {unsupervised})"

@@ -7,6 +7,7 @@ import logging
 import platform
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.capture import CaptureReport, CaptureSettings, capture_states, missing_shards
 from dspark_store.precompute.config import PrecomputeConfig
-from dspark_store.precompute.estimate import Volume, estimate_lines, refuse_full_disk
+from dspark_store.precompute.estimate import Volume, estimate_lines, refuse_full_disk, weight_bytes
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.report import print_report
 from dspark_store.precompute.tokenise import tokenise
-from dspark_store.precompute.undo import new_folders_undone, new_store_undone
+from dspark_store.precompute.undo import TargetError, new_folders_undone, new_store_undone
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.verify import verify_store
@@ -57,12 +58,15 @@ class _Target:
         if self._model is None:
             config = self.job.config
             _log.info("loading the target %s", config.target_model)
-            self._model = load_target(
-                self.job.target,
-                dtype=self.job.compute_dtype,
-                device=config.resolved_device,
-                attn_implementation=config.target_attn_implementation,
-            )
+            try:
+                self._model = load_target(
+                    self.job.target,
+                    dtype=self.job.compute_dtype,
+                    device=config.resolved_device,
+                    attn_implementation=config.target_attn_implementation,
+                )
+            except ValueError as error:
+                raise TargetError(str(error)) from error
         return self._model
 
 
@@ -138,7 +142,8 @@ def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[
     rows = record.schema.tokens.rows
     missing = [lengths[row] for shard in missing_shards(storage, record.schema) for row in rows(shard)]
     volume = Volume.of(record.schema, missing, missing)
-    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes())
+    tables = 0 if record.weights else weight_bytes(record)
+    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes() - tables)
 
 
 def _ensure_weights(storage: LocalStorage, record: StoreRecord, target: _Target) -> StoreRecord:
@@ -207,7 +212,11 @@ def _smoke(job: Job, target: _Target) -> None:
         problems = verify_store(cache)
         if problems:
             raise ValueError(f"the smoke test failed: {problems[0].message} ({len(problems)} problems)")
-        print(f"smoke test passed: {len(cache)} samples were written, read back and checked")
+        bad = int((cache.status != 0).sum())
+        if bad == len(cache):
+            raise ValueError(f"the smoke test failed: no sample is finite in {config.dtype}; take another --dtype")
+        note = f"; {bad} are not finite in {config.dtype}" if bad else ""
+        print(f"smoke test passed: {len(cache)} samples were written, read back and checked{note}")
     finally:
         target.job = job
         shutil.rmtree(place, ignore_errors=True)
@@ -216,10 +225,15 @@ def _smoke(job: Job, target: _Target) -> None:
 def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | None) -> None:
     """Count the tokens of the whole source, from the store where it has them, and print what they amount to."""
     schema = job.new_record.schema
+    rows: Sequence[int]
     if recorded is not None and recorded.phase != "tokens":
         check_identity(recorded, job)
         index = StoreIndex(storage, recorded)
-        volume = Volume.of(schema, index.length.tolist(), index.supervised.tolist())
+        rows = range(recorded.schema.num_samples)
+        if not recorded.complete:
+            missing = missing_shards(storage, recorded.schema)
+            rows = [row for shard in missing for row in recorded.schema.tokens.rows(shard)]
+        volume = Volume.of(schema, index.length[rows].tolist(), index.supervised[rows].tolist())
     else:
         lengths, supervised = np.zeros(len(job.source), np.int64), np.zeros(len(job.source), np.int64)
         with Progress("tokenise", len(job.source), "rows") as progress:

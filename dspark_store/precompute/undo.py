@@ -27,6 +27,10 @@ def is_unfinished_beginning(root: Path) -> bool:
     return all(path.name == ROOT_KEY or path.name.startswith(f".{ROOT_KEY}.") for path in files)
 
 
+class TargetError(ValueError):
+    """The target cannot be loaded or captured as asked; another one, or other settings, make another store."""
+
+
 @contextmanager
 def new_folders_undone(root: Path) -> Iterator[None]:
     """Remove the folders that were made for a store when the block fails and has left nothing in them."""
@@ -44,8 +48,8 @@ def new_folders_undone(root: Path) -> Iterator[None]:
 def new_store_undone(storage: LocalStorage) -> Iterator[None]:
     """Remove a store that the block has begun when it fails and leaves nothing to go on with.
 
-    So it is before the first shard of tokens is committed; and when a row of the data cannot be used, because mended
-    data is other data, for which the store would be refused. The caller holds the store's lock.
+    So it is before the first shard of tokens is committed; and when a row of the data or the target cannot be used,
+    because a mended one is another, for which the store would be refused. The caller holds the store's lock.
     """
     if has_store(storage):
         yield
@@ -53,7 +57,7 @@ def new_store_undone(storage: LocalStorage) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SourceError) or not token_ledger(storage).committed():
+        if isinstance(error, SourceError | TargetError) or not token_ledger(storage).committed():
             _remove_store(storage)
         raise
 

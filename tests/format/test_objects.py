@@ -1,5 +1,6 @@
 """An object is opened only as what it ought to be."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_shared_object_opens_in_both_its_places(storage: LocalStorage, record:
 
 
 def test_a_missing_object_is_named(storage: LocalStorage) -> None:
-    with pytest.raises(DamagedStoreError, match=rf"object {KEY} is missing from LocalStorage"):
+    with pytest.raises(DamagedStoreError, match=rf"object {KEY} is missing from {re.escape(str(storage))}"):
         opened(storage)
 
 

@@ -213,3 +213,22 @@ def test_the_command_runs_from_a_shell_with_a_yaml_file(store, llama, chats, tmp
 
 def _environment(root):
     return {**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1"}
+
+
+def test_a_target_that_cannot_run_as_asked_leaves_nothing_behind(llama, chats, tmp_path, capsys):
+    store = tmp_path / "store"
+    wrong = arguments(llama, chats, store, "--target-attn-implementation", "no_such_attention")
+    assert main(wrong) == 2
+    assert capsys.readouterr().err.count("\n") >= 1
+    assert not store.exists()
+    assert main(arguments(llama, chats, store)) == 0
+
+
+def test_a_smoke_test_of_states_that_are_never_finite_fails(chats, tmp_path, capsys):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e38)
+    target = tmp_path / "target"
+    save_target_dir(target, model, tiny_tokenizer("tagged"))
+    assert main(arguments(target, chats, tmp_path / "store", "--smoke", "2", "--dtype", "fp16")) == 2
+    assert "no sample is finite in fp16" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import pickle
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,3 +202,21 @@ def test_a_sample_that_is_not_finite_is_marked_and_read_as_it_is(tmp_path: Path)
     cache = open_cache(tmp_path)
     assert cache.status.tolist() == [0, 0, 1, 0]
     assert cache[2][LAYERS].isinf().sum() == 1
+
+
+@pytest.mark.parametrize("rows", [[True, False], [1.5], ["1"], np.array([True, False])])
+def test_rows_that_are_no_sample_numbers_are_refused(tmp_path, rows):
+    cache = open_cache(build_store(tmp_path / "store").path)
+    with pytest.raises(ValueError, match="rows are sample numbers"):
+        cache.read(rows)
+
+
+def test_small_integer_types_count_from_the_end(tmp_path):
+    cache = open_cache(build_store(tmp_path / "store").path)
+    assert torch.equal(cache.read(np.array([-1], np.int8))["input_ids"], cache.read([len(cache) - 1])["input_ids"])
+
+
+def test_positions_must_be_a_slice(tmp_path):
+    cache = open_cache(build_store(tmp_path / "store").path)
+    with pytest.raises(ValueError, match="positions must be a slice"):
+        cache.read([0], positions=(0, 5))  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Objects are opened a few at a time, read by the ranges that are wanted, and decoded into their places."""
 
 import os
+import signal
 import threading
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from dspark_store.readers.forks import ProcessLock
 from dspark_store.readers.workers import ReadThreads
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
 
+FORKED = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 SIX_LAYERS = Shape(seq_length=64, shard_size=4, chunk_tokens=16, hidden_size=64, layer_ids=(0, 1, 2, 3, 4, 5))
 
 
@@ -189,23 +191,33 @@ def held_lock() -> Iterator[ProcessLock]:
     thread.join()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ProcessLock) -> None:
+def exit_code_of_fork(check: Callable[[], bool]) -> int:
+    """Check something in a forked process: 7 when it holds; an alarm ends a process that waits for ever."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            os._exit(7 if check() else 1)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@FORKED
+def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ProcessLock) -> None:
+    def takes_it() -> bool:
         with held_lock:
-            os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            return True
+
+    assert exit_code_of_fork(takes_it) == 7
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@FORKED
 def test_a_forked_process_reads_what_its_parent_reads(six_layers: BuiltStore) -> None:
     cache, expected = open_cache(six_layers.path), padded(six_layers)
     cache.read(range(6))
-    child = os.fork()
-    if child == 0:
-        os._exit(7 if same_bits(cache.read(range(6))[LAST], expected.last) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert exit_code_of_fork(lambda: same_bits(cache.read(range(6))[LAST], expected.last)) == 7
 
 
 def test_threads_end_when_they_are_closed_and_start_again() -> None:

@@ -55,7 +55,7 @@ def stream(cache: Cache, batch_size: int, ranks: int, **options: Any) -> list[li
     return [batches_of(loader) for loader in loaders]
 
 
-def batches_of(loader: CacheLoader, state: dict[str, int] | None = None) -> list[list[int]]:
+def batches_of(loader: CacheLoader, state: dict[str, int | str] | None = None) -> list[list[int]]:
     """The samples of every batch that is left of an epoch; none when even the first global batch is dropped."""
     if state is not None:
         loader.load_state_dict(state)
@@ -201,17 +201,41 @@ def test_a_loaded_state_ends_the_iteration_under_way(many) -> None:
 def test_the_state_says_what_was_taken_not_what_was_read_ahead(many) -> None:
     loader = loader_of(many[29], 4)
     for steps, _ in enumerate(loader, 1):
-        assert loader.state_dict() == {"epoch": 0, "consumed": 4 * steps, "count": 29, "global_batch": 4, "seed": 0}
+        state = loader.state_dict()
+        assert state.pop("stream")
+        assert state == {"epoch": 0, "consumed": 4 * steps, "count": 29, "global_batch": 4, "seed": 0}
     assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 0)
 
 
-def test_after_closing_the_next_iteration_goes_on(many) -> None:
+def test_after_closing_the_epoch_begins_anew(many) -> None:
     loader, expected = loader_of(many[29], 5), batches_of(loader_of(many[29], 5))
     iteration = iter(loader)
-    first = next(iteration)["sample"].tolist()
+    next(iteration)
     loader.close()
     assert list(iteration) == []
-    assert [first, *batches_of(loader)] == expected
+    assert batches_of(loader) == expected
+
+
+def test_an_iteration_that_was_left_begins_anew_and_a_loaded_state_goes_on(many) -> None:
+    loader, expected = loader_of(many[29], 5), batches_of(loader_of(many[29], 5))
+    for _ in range(2):
+        assert next(iter(loader))["sample"].tolist() == expected[0]
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    loader.set_epoch(0)
+    assert batches_of(loader) == expected[1:]
+
+
+@pytest.mark.parametrize("other", [{"window_shards": 2}, {"shuffle": False}, {"last": "short"}])
+def test_a_state_of_another_stream_is_refused(many, other) -> None:
+    state = loader_of(many[29], 1).state_dict()
+    with pytest.raises(ValueError, match="another stream"):
+        loader_of(many[29], 1, **other).load_state_dict(state)
+
+
+def test_what_is_no_state_is_refused(many) -> None:
+    with pytest.raises(ValueError, match="no state of a CacheLoader: it lacks consumed"):
+        loader_of(many[29], 1).load_state_dict({})
 
 
 def test_repeats_are_logged(many, caplog) -> None:

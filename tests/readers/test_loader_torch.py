@@ -104,7 +104,6 @@ def test_forked_workers_read_though_their_parent_is_reading(upstream: Path) -> N
         batch_size=BATCH,
         num_workers=2,
         multiprocessing_context="fork",
-        collate_fn=lambda batch: batch,
         timeout=60,
     )
     for _ in range(2):
