@@ -31,6 +31,7 @@ lint: $(VENV)/dev.stamp ## check style, format and types
 bench: $(VENV)/dev.stamp ## measure the writers, and the loaders beside the peers
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.writers
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loader_scale
 
 docs: ## check that the links in the documentation lead somewhere
 	@python=$$(.ci/python) && "$$python" .ci/check_links.py
