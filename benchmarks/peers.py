@@ -172,24 +172,14 @@ def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, length - len(values)))
 
 
-class ZarrPython:
-    """Our store through zarr-python, with one of its codec pipelines."""
+class _OurStore:
+    """Our store through another implementation: its arrays, by cache key, are opened when they are first read."""
 
-    def __init__(self, name: str, cache: Cache, files: Path, pipeline: str) -> None:
+    def __init__(self, name: str, cache: Cache, files: Path) -> None:
         self.name = name
         self.files = files
-        self._pipeline = pipeline
         self._ours = Ours(name, cache, "flat")
         self._arrays: dict[str, Any] = {}
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        with zarr.config.set({"codec_pipeline.path": self._pipeline}):
-            if not self._arrays:
-                group = zarr.open_group(self.files, mode="r")
-                self._arrays = {key: group[key] for key in CACHE_KEYS}
-            rows = sorted(samples)
-            return {key: array.oindex[rows] for key, array in self._arrays.items()}
 
     def stored_bytes(self, samples: Sequence[int]) -> int:
         """See `Contender`."""
@@ -200,14 +190,28 @@ class ZarrPython:
         self._arrays.clear()
 
 
-class TensorStoreReader:
+class ZarrPython(_OurStore):
+    """Our store through zarr-python, with one of its codec pipelines."""
+
+    def __init__(self, name: str, cache: Cache, files: Path, pipeline: str) -> None:
+        super().__init__(name, cache, files)
+        self._pipeline = pipeline
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """See `Contender`."""
+        with zarr.config.set({"codec_pipeline.path": self._pipeline}):
+            if not self._arrays:
+                group = zarr.open_group(self.files, mode="r")
+                self._arrays = {key: group[key] for key in CACHE_KEYS}
+            rows = sorted(samples)
+            return {key: array.oindex[rows] for key, array in self._arrays.items()}
+
+
+class TensorStoreReader(_OurStore):
     """Our store through TensorStore."""
 
     def __init__(self, cache: Cache, files: Path) -> None:
-        self.name = "TensorStore"
-        self.files = files
-        self._ours = Ours(self.name, cache, "flat")
-        self._arrays: dict[str, Any] = {}
+        super().__init__("TensorStore", cache, files)
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """See `Contender`."""
@@ -220,23 +224,12 @@ class TensorStoreReader:
         futures = {key: [array[sample].read() for sample in samples] for key, array in self._arrays.items()}
         return {key: np.stack([future.result() for future in rows]) for key, rows in futures.items()}
 
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return self._ours.stored_bytes(samples)
 
-    def close(self) -> None:
-        """See `Contender`."""
-        self._arrays.clear()
-
-
-class DaskReader:
+class DaskReader(_OurStore):
     """Our store through dask's own Zarr reader."""
 
     def __init__(self, cache: Cache, files: Path) -> None:
-        self.name = "dask.array.from_zarr"
-        self.files = files
-        self._ours = Ours(self.name, cache, "flat")
-        self._arrays: dict[str, Any] = {}
+        super().__init__("dask.array.from_zarr", cache, files)
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """See `Contender`."""
@@ -246,14 +239,6 @@ class DaskReader:
                 chunks = tuple(chunk["chunk_shape"])
                 self._arrays[key] = _from_zarr(zarr.open_array(self.files / key, mode="r"), chunks)
         return {key: array[list(samples)].compute(scheduler="threads") for key, array in self._arrays.items()}
-
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return self._ours.stored_bytes(samples)
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._arrays.clear()
 
 
 def _from_zarr(array: Any, chunks: tuple[int, ...]) -> Any:  # noqa: ANN401 - dask and zarr leave it open
