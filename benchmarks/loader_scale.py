@@ -22,8 +22,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from benchmarks.resident import resident_bytes
 from benchmarks.synthetic import synthetic_states
-from benchmarks.writers import resident_bytes
 from dspark_store import CacheLoader, open_cache
 from dspark_store.format.digests import array_checksum, array_keys
 from dspark_store.format.dtypes import cache_dtype
@@ -42,7 +42,7 @@ from dspark_store.format.schema import (
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.epoch import PaddedEpoch
 from dspark_store.readers.order import BatchPlan, epoch_order
-from dspark_store.readers.plan import SampleSpan, byte_runs, plan_reads
+from dspark_store.readers.plan import SampleSpan, byte_runs, chunk_bounds, object_reads, plan_spans
 from dspark_store.writers import EncodePipeline, StateShardWriter
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.tokens import TokenRows, write_token_shard
@@ -127,35 +127,30 @@ def measure_index(place: Path) -> dict[str, float]:
     order = epoch_order(samples, seed=0, epoch=0)
     batches = BatchPlan(len(order), BATCH, 1, "drop")
     epoch = PaddedEpoch(order, cache.lengths, batches, 0, SEQ_LENGTH, longest=True, index=True)
-    tails = {grid: synthetic_tail(grid) for grid in (cache.schema.tokens, cache.schema.states)}
+    bounds = {grid: synthetic_bounds(grid) for grid in (cache.schema.tokens, cache.schema.states)}
     steps = iter(np.random.default_rng(1).permutation(batches.steps)[:2000].tolist())
     return {
         "open_s": opened,
         "resident_per_sample": resident / SAMPLES,
         "order_s": seconds_of(lambda: epoch_order(samples, seed=0, epoch=1), 5),
-        "plan_ms": 1e3 * seconds_of(lambda: plan_batch(cache.schema, epoch.request(next(steps), 0).spans, tails), 2000),
+        "plan_ms": 1e3
+        * seconds_of(lambda: plan_batch(cache.schema, epoch.request(next(steps), 0).spans, bounds), 2000),
     }
 
 
-def synthetic_tail(grid: ShardGrid) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets and sizes of an object whose chunks are all there."""
-    sizes = np.full(grid.slots, 700_000, np.uint32)
-    return np.cumsum(sizes, dtype=np.uint64) - sizes, sizes
+def synthetic_bounds(grid: ShardGrid) -> np.ndarray:
+    """Return the `chunk_bounds` of an object whose chunks are all there."""
+    sizes = np.full(grid.slots, 400_000, np.uint64)
+    return chunk_bounds(np.cumsum(sizes, dtype=np.uint64) - sizes, sizes, grid.chunks_per_row)
 
 
-def plan_batch(
-    schema: StoreSchema, spans: Sequence[SampleSpan], tails: Mapping[ShardGrid, tuple[np.ndarray, np.ndarray]]
-) -> int:
+def plan_batch(schema: StoreSchema, spans: Sequence[SampleSpan], bounds: Mapping[ShardGrid, np.ndarray]) -> int:
     """Plan a batch of ids, mask, all layers and the last states, as far as byte ranges; return how many there are."""
     ranges = 0
-    for grid, slots in (
-        (schema.tokens, [0]),
-        (schema.tokens, [0]),
-        (schema.states, range(LAYERS)),
-        (schema.states, [0]),
-    ):
-        for read in plan_reads(grid, spans, list(slots), 2048):
-            ranges += len(byte_runs(*tails[grid], read.spans))
+    for grid, columns in ((schema.tokens, ([0], [0])), (schema.states, (range(LAYERS), [0]))):
+        plan, of_object = plan_spans(grid, spans, 2048), bounds[grid]
+        for slots in columns:
+            ranges += sum(len(byte_runs(of_object, read.spans)) for read in object_reads(plan, slots))
     return ranges
 
 

@@ -1,7 +1,8 @@
-"""What the shard writer costs: memory over the rows of a shard, and its encoding rate beside plain threads.
+"""What writing costs: memory over the rows of a shard, encoding rate beside plain threads, cost beside a forward.
 
-``python -m benchmarks.writers [--width 4096] [--codec default]``. Rates are medians of alternating runs, given as
-ratios; memory is the peak resident set above the level before the first shard, each case in a process of its own.
+``python -m benchmarks.writers [--width 4096] [--codec default] [--only memory|rates|cost]``. Rates are medians of
+alternating runs, given as ratios; memory is the peak resident set above the level before the first shard, each case in
+a process of its own. The cost is that of a whole capture: see `benchmarks.writing_cost`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from benchmarks import writing_cost
+from benchmarks.resident import peak_of, resident_bytes
 from benchmarks.synthetic import synthetic_states
 from dspark_store.format.dtypes import cache_dtype, tensor_bits
 from dspark_store.format.grid import default_chunk_tokens
@@ -30,9 +33,11 @@ from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers import EncodePipeline, StateShardWriter
 
-LAYERS, SEQ_LENGTH, LENGTH = 5, 512, 128
+LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
 MEMORY_SAMPLES = 256
+RATE_SAMPLES, RATE_SHARD = 256, 128
 BUFFER_BYTES = 64 * 1024 * 1024
+PARTS = ("memory", "rates", "cost")
 
 
 def new_record(width: int, codec: str, shard_size: int) -> StoreRecord:
@@ -63,22 +68,12 @@ def write_shards(record: StoreRecord, samples: Sequence[torch.Tensor], count: in
             writer.commit()
 
 
-def resident_bytes(field: str) -> int:
-    """Return a line of this process's /proc status in bytes: VmRSS now, or VmHWM, the peak since the last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"/proc/self/status has no {field}")
-
-
 def measure_memory(width: int, codec: str, shard_size: int, place: Path) -> int:
     """Return the peak resident bytes above the level before the first shard, in this very process."""
     samples = [synthetic_states(LENGTH, width, seed) for seed in range(4)]
     record = new_record(width, codec, shard_size)
-    Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")
-    write_shards(record, samples, MEMORY_SAMPLES, place, fresh=True)
-    return resident_bytes("VmHWM") - before
+    return peak_of(lambda: write_shards(record, samples, MEMORY_SAMPLES, place, fresh=True)) - before
 
 
 def memory_in_processes(width: int, codec: str, shard_size: int, place: Path) -> float:
@@ -112,14 +107,14 @@ def seconds_of(action: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_rates(
-    width: int, codec: str, place: Path, repeats: int, rows: int = 128
+    width: int, codec: str, place: Path, repeats: int, rows: int = RATE_SAMPLES
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the median rates, bytes of states a second, of the whole writer and of plain threads, alternating.
 
     Each is given by the clock and by processor time, which other programs on the machine do not disturb.
     """
     samples = [synthetic_states(LENGTH, width, seed) for seed in range(4)]
-    record = new_record(width, codec, rows)
+    record = new_record(width, codec, RATE_SHARD)
     nbytes = rows * LAYERS * samples[0].nbytes
     writer, plain = [], []
     for repeat in range(repeats):
@@ -137,12 +132,35 @@ def measure_rates(
     return clock, processor
 
 
+def report_memory(width: int, codec: str, place: Path) -> Iterator[str]:
+    """Measure memory over R, and yield the lines of the report."""
+    peaks = {rows: memory_in_processes(width, codec, rows, place / f"r{rows}") for rows in (16, 256)}
+    for rows, peak in peaks.items():
+        yield f"peak memory, R={rows:<4d} {peak / 2**20:8.1f} MiB above the level before the first shard"
+    yield f"peak ratio R=256 / R=16  {peaks[256] / peaks[16]:6.3f}"
+
+
+def report_rates(width: int, codec: str, place: Path, repeats: int) -> Iterator[str]:
+    """Measure encoding rates, and yield the lines of the report."""
+    clock, processor = measure_rates(width, codec, place, repeats)
+    for unit, (ours, plain) in (("second", clock), ("processor second", processor)):
+        yield f"MB of states a {unit}, 2 threads"
+        yield f"the writer (cast, check, encode, checksum, write, fsync) {ours / 1e6:8.0f}"
+        yield f"the codec alone                                          {plain / 1e6:8.0f}"
+        yield f"ratio                                                    {ours / plain:8.3f}\n"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.writers", description=__doc__)
     parser.add_argument("--width", type=int, default=4096, help="H, the hidden size (default: 4096)")
     parser.add_argument("--codec", default="default", help="codec preset (default: default)")
     parser.add_argument("--repeats", type=int, default=7, help="alternating runs (default: 7)")
+    parser.add_argument(
+        "--tokens-per-second", type=float, default=500, help="rate of the cost's forward (default: 500)"
+    )
+    parser.add_argument("--samples", type=int, default=64, help="samples of 128 tokens a run of the cost (default: 64)")
+    parser.add_argument("--only", choices=PARTS, help="measure one thing (default: all)")
     parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -150,20 +168,29 @@ def main(arguments: Sequence[str]) -> int:
     if given.memory_of:
         print(json.dumps({"peak": measure_memory(given.width, given.codec, given.memory_of, given.place)}))
         return 0
-    with tempfile.TemporaryDirectory(dir=given.place) as temporary:
-        place = Path(temporary)
-        peaks = {rows: memory_in_processes(given.width, given.codec, rows, place / f"r{rows}") for rows in (16, 256)}
-        clock, processor = measure_rates(given.width, given.codec, place, given.repeats)
     print(f"H={given.width}, K={LAYERS}, bf16, codec {given.codec}, synthetic states, {os.cpu_count()} cores")
-    for rows, peak in peaks.items():
-        print(f"peak memory, R={rows:<4d} {peak / 2**20:8.1f} MiB above the level before the first shard")
-    print(f"peak ratio R=256 / R=16  {peaks[256] / peaks[16]:6.3f}")
-    for unit, (ours, plain) in (("second", clock), ("processor second", processor)):
-        print(f"\nMB of states a {unit}, 2 threads")
-        print(f"the writer (cast, check, encode, checksum, write, fsync) {ours / 1e6:8.0f}")
-        print(f"the codec alone                                          {plain / 1e6:8.0f}")
-        print(f"ratio                                                    {ours / plain:8.3f}")
+    with tempfile.TemporaryDirectory(dir=given.place) as temporary:
+        for part in PARTS if given.only is None else (given.only,):
+            print(flush=True)
+            for line in _report(part, given, Path(temporary) / part):
+                print(line, flush=True)
     return 0
+
+
+def _report(part: str, given: argparse.Namespace, place: Path) -> Iterator[str]:
+    place.mkdir()
+    if part == "memory":
+        return report_memory(given.width, given.codec, place)
+    if part == "rates":
+        return report_rates(given.width, given.codec, place, given.repeats)
+    return writing_cost.report(
+        given.width,
+        given.codec,
+        place,
+        pairs=given.repeats,
+        tokens_per_second=given.tokens_per_second,
+        samples=given.samples,
+    )
 
 
 if __name__ == "__main__":

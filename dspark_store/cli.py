@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from dspark_store.precompute.__main__ import USER_ERROR
 from dspark_store.precompute.__main__ import main as precompute
+from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.progress import Progress
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.verify import verify_store
@@ -20,21 +20,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["precompute"]:
         return precompute(words[1:])
-    parser = argparse.ArgumentParser(prog="dspark-store", description="Commands on stores of hidden states.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("precompute", help="run a target over a corpus: the same as python -m dspark_store.precompute")
-    verify = commands.add_parser("verify", help="check every object of a finished store against its own promises")
-    verify.add_argument("store", help="the store's directory")
-    given = parser.parse_args(words)
     try:
-        return _verify(given.store)
+        return _verify(_parser().parse_args(words).store)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
 
 
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="dspark-store", description="Commands on stores of hidden states.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("precompute", help="run a target over a corpus: the same as python -m dspark_store.precompute")
+    verify = commands.add_parser("verify", help="check every object of a finished store against its own promises")
+    verify.add_argument("store", help="the store's directory")
+    return parser
+
+
 def _verify(store: str) -> int:
-    cache = open_cache(store)
+    cache = open_cache(store, allow_reduced_depth=True)
     with Progress("verify", cache.schema.tokens.num_shards, "shards") as progress:
         problems = verify_store(cache, lambda _done, _shards: progress.advance(1))
     for problem in problems:

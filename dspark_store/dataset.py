@@ -23,10 +23,11 @@ class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):
     """Samples of a finished store, for a torch DataLoader.
 
     An item is what `Cache` gives: four keys, padded to S. Raises FileNotFoundError (no store) or ValueError
-    (``incomplete``, or ``shard indices`` when shards are missing).
+    (``incomplete``, ``shard indices`` when shards are missing, or a target cut to its first layers, which
+    ``allow_reduced_depth`` admits).
     """
 
-    def __init__(self, cache_dir: str | PathLike[str]) -> None:
+    def __init__(self, cache_dir: str | PathLike[str], *, allow_reduced_depth: bool = False) -> None:
         self.manifest: dict[str, JsonValue] = read_manifest(cache_dir, allow_incomplete=True)
         ensure_manifest_complete(self.manifest, cache_dir)
         record = read_record(LocalStorage(cache_dir))
@@ -37,7 +38,7 @@ class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):
                 f"{len(expected)} shards; missing {sorted(expected - present)[:5]}, "
                 f"extra {sorted(present - expected)[:5]}"
             )
-        self.cache: Cache = open_cache(cache_dir)
+        self.cache: Cache = open_cache(cache_dir, allow_reduced_depth=allow_reduced_depth)
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -59,16 +60,22 @@ class _Batches(CachedDSparkDataset):
 
 
 def build_cached_dspark_dataloader(
-    *, cache_dir: str | PathLike[str], batch_size: int, shuffle: bool, num_workers: int = 0, distributed: bool = False
+    *,
+    cache_dir: str | PathLike[str],
+    batch_size: int,
+    shuffle: bool,
+    num_workers: int = 0,
+    distributed: bool = False,
+    allow_reduced_depth: bool = False,
 ) -> CacheLoader | DataLoader[dict[str, torch.Tensor]]:
     """Return a loader of batches of a finished store: the four keys, each with a first axis of ``batch_size``.
 
     Without worker processes it is a `CacheLoader`, which reads ahead in threads; with ``num_workers`` a torch
     DataLoader whose processes are started by forkserver. Both give the same batches. ``distributed`` splits the samples
     over the default process group, and repeats as many as make them even, which the log counts; the last batch may be
-    short. ``loader.sampler.set_epoch`` chooses the epoch's order.
+    short. ``loader.sampler.set_epoch`` chooses the epoch's order. ``allow_reduced_depth`` as for `CachedDSparkDataset`.
     """
-    dataset = _Batches(cache_dir)
+    dataset = _Batches(cache_dir, allow_reduced_depth=allow_reduced_depth)
     loader = CacheLoader(
         dataset.cache,
         batch_size,

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import Place
 from dspark_store.format.storage import Storage
-from dspark_store.readers.fetch import Fetcher, ObjectPool, Scratch
+from dspark_store.readers.fetch import Fetcher, ObjectPool, OpenObject, Scratch, open_chunks
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
-from dspark_store.readers.plan import ObjectRead, SampleSpan, padded_spans, plan_reads
+from dspark_store.readers.plan import (
+    ObjectRead,
+    RowSpan,
+    SampleSpan,
+    object_reads,
+    padded_spans,
+    plan_spans,
+)
 from dspark_store.readers.shapes import state_view
 from dspark_store.readers.workers import ReadThreads
 
 _READ_BYTES = 16 * 1024 * 1024
+
+
+class ObjectName(NamedTuple):
+    """An object of the store: ``slot`` counts the layers of a column, 0 where it has none."""
+
+    column: str
+    shard: int
+    slot: int
 
 
 class BatchReader:
@@ -40,8 +56,10 @@ class BatchReader:
         threads: int,
         open_objects: int,
     ) -> None:
+        self._storage = storage
         self._record = record
         self._schema = record.schema
+        self._tokens, self._states = record.schema.tokens, record.schema.states
         self._index = index
         self._foreign = foreign
         self._pad_token_id = pad_token_id
@@ -49,128 +67,141 @@ class BatchReader:
         if open_objects < 1:
             raise ValueError(f"open_objects must be >= 1, got {open_objects}")
         # a thread may hold one more object, which it just opened, or which was let go while it reads
-        self._objects = ObjectPool(storage, max(1, open_objects - threads))
+        self._objects = ObjectPool[ObjectName](max(1, open_objects - threads))
         self._threads = ReadThreads(threads)
         self._scratch = Scratch()
 
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
         """Fill the batch's tensors, by column, each (B, positions, ...) or, for stacked layers, (B, K, positions, H).
 
-        Where no span lands, ids are the pad token id and everything else is zero. DamagedStoreError names column,
-        sample, shard and object; ValueError a sample that is not captured yet.
+        Where no span lands, ids are the pad token id and everything else is zero. DamagedStoreError and OSError name
+        column, sample, shard and object; ValueError a sample that is not captured yet.
         """
+        tokens = {name: values.numpy() for name, values in batch.items() if name in (IDS, MASK)}
         states = {
             name: state_view(name, values, self._schema) for name, values in batch.items() if name in (LAYERS, LAST)
         }
-        tasks: list[Callable[[], None]] = []
-        for column, target in batch.items():
-            if column in (IDS, MASK):
-                tasks.append(partial(self._read_tokens, column, spans, target.numpy()))
-        for column, values in states.items():
-            chosen = [0] if column == LAST else slots
-            for read in self._plan(column, spans, chosen, values):
-                if column == LAYERS and LAST in states and self._is_last(read.shard, read.slot):
-                    continue
-                task = self._task(column, read, values)
-                if column == LAST and LAYERS in states:
-                    task = partial(self._also_as_layer, task, read, slots, states)
-                tasks.append(task)
-        self._threads.run(tasks)
+        rows = {
+            column: np.zeros((len(spans), 1, self._schema.seq_length), "<i4" if column == IDS else "u1")
+            for column in tokens
+        }
+        self._threads.run([*self._state_tasks(spans, slots, states), *self._token_tasks(spans, rows)])
+        for column, target in tokens.items():
+            target[...] = self._pad_token_id if column == IDS else 0
+            for span, row in zip(spans, rows[column][:, 0], strict=True):
+                target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
         self._threads.close()
         self._objects.close()
 
-    def _is_last(self, shard: int, slot: int) -> bool:
-        """Whether a layer's object is also that of the last hidden states."""
-        shared = self._index.is_shared(shard, slot)
-        return shared and not {LAYERS, LAST} & self._foreign.keys()
+    def _token_tasks(self, spans: Sequence[SampleSpan], rows: Mapping[str, np.ndarray]) -> Iterator[Callable[[], None]]:
+        """Yield a task an object. Whole rows are read, since each is one chunk: ``rows`` are (spans, 1, S)."""
+        if not rows:
+            return
+        samples = [span.sample for span in spans]
+        whole = padded_spans(samples, self._index.length[samples].tolist(), 0, self._schema.seq_length)
+        plan = plan_spans(self._tokens, whole, _READ_BYTES // 4)
+        for column, target in rows.items():
+            fetch = self._fetching(column, target)
+            for read in object_reads(plan, [0]):
+                yield partial(fetch, read)
 
-    def _also_as_layer(
-        self, task: Callable[[], None], read: ObjectRead, slots: Sequence[int], states: Mapping[str, np.ndarray]
+    def _state_tasks(
+        self, spans: Sequence[SampleSpan], slots: Sequence[int], targets: Mapping[str, np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield a task an object. What is both a layer and the last hidden states is read once, as the latter."""
+        position_bytes = self._schema.hidden_size * self._schema.dtype.itemsize
+        plan = plan_spans(self._states, spans, _READ_BYTES // position_bytes) if targets else []
+        both = targets.keys() >= {LAYERS, LAST} and not {LAYERS, LAST} & self._foreign.keys()
+        for column, target in targets.items():
+            for batch in set(range(len(target))) - {span.batch for span in spans if span.stop > span.start}:
+                target[batch] = 0
+            fetch = self._fetching(column, target)
+            for read in object_reads(plan, [0] if column == LAST else slots):
+                if not both:
+                    yield partial(fetch, read)
+                elif column == LAST:
+                    yield partial(self._fetch_both, fetch, read, slots, targets)
+                elif not self._index.is_shared(read.shard, read.slot):
+                    yield partial(fetch, read)
+
+    def _fetch_both(
+        self,
+        fetch: Callable[[ObjectRead], None],
+        read: ObjectRead,
+        slots: Sequence[int],
+        targets: Mapping[str, np.ndarray],
     ) -> None:
         """Read last hidden states, and copy them to the captured layers that are the very same object."""
-        task()
+        fetch(read)
         for layer, slot in enumerate(slots):
-            if self._is_last(read.shard, slot):
+            if self._index.is_shared(read.shard, slot):
                 for wanted in (span.wanted for span in read.spans):
                     place = slice(wanted.place, wanted.room)
-                    states[LAYERS][wanted.batch, layer, place] = states[LAST][wanted.batch, 0, place]
+                    targets[LAYERS][wanted.batch, layer, place] = targets[LAST][wanted.batch, 0, place]
 
-    def _plan(
-        self, column: str, spans: Sequence[SampleSpan], slots: Sequence[int], target: np.ndarray
-    ) -> Iterator[ObjectRead]:
-        """Return the reads of a column into ``target``, (B, K, positions, ...); rows without a span become zero."""
-        schema = self._schema
-        for batch in set(range(len(target))) - {span.batch for span in spans if span.stop > span.start}:
-            target[batch] = 0
-        grid = schema.tokens if column in (IDS, MASK) else schema.states
-        position_bytes = max(1, target.dtype.itemsize * int(np.prod(target.shape[3:])))
-        return plan_reads(grid, spans, slots, max(1, _READ_BYTES // position_bytes))
-
-    def _task(self, column: str, read: ObjectRead, target: np.ndarray) -> Callable[[], None]:
+    def _fetching(self, column: str, target: np.ndarray) -> Callable[[ObjectRead], None]:
+        """Return what reads an object of a column into ``target``, (B, K, positions, ...)."""
         if column in self._foreign:
-            return partial(self._fetch_foreign, column, read, target)
-        grid = self._schema.tokens if column in (IDS, MASK) else self._schema.states
-        fetcher = Fetcher(grid, self._schema.chain(column), target, verify=self._verify)
-        return partial(self._fetch, column, fetcher, read)
-
-    def _read_tokens(self, column: str, spans: Sequence[SampleSpan], target: np.ndarray) -> None:
-        """Read whole token rows, a chunk each, and copy the spans from them."""
-        seq = self._schema.seq_length
-        rows = np.empty((len(spans), 1, seq), "<i4" if column == IDS else "u1")
-        samples = [span.sample for span in spans]
-        whole = padded_spans(samples, self._index.length[samples].tolist(), 0, seq)
-        for read in self._plan(column, whole, [0], rows):
-            self._task(column, read, rows)()
-        target[...] = self._pad_token_id if column == IDS else 0
-        for span, row in zip(spans, rows[:, 0], strict=True):
-            target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
+            return partial(self._fetch_foreign, column, target)
+        fetcher = Fetcher(self._grid(column), self._schema.chain(column), target, verify=self._verify)
+        return partial(self._fetch, column, fetcher)
 
     def _fetch(self, column: str, fetcher: Fetcher, read: ObjectRead) -> None:
-        key = object_key(column, read.shard, read.slot)
-        grid = self._schema.tokens if column in (IDS, MASK) else self._schema.states
-        samples = [span.wanted.sample for span in read.spans]
-        with self._naming(column, read, samples):
-            stored = self._objects.get(key, grid.slots, self._expected(column, read.slot, read.shard))
+        try:
+            stored = self._objects.get(ObjectName(column, read.shard, read.slot), self._open)
+        except (DamagedStoreError, OSError) as error:
+            raise self._located(error, column, read, read.spans) from error
         try:
             fetcher.fetch(stored, read.layer, read.spans, self._scratch)
-        except (DamagedStoreError, OSError):
+        except (DamagedStoreError, OSError) as error:
             for span in read.spans:  # once more, one by one, to name the sample that is hit
-                with self._naming(column, read, [span.wanted.sample]):
+                try:
                     fetcher.fetch(stored, read.layer, (span,), self._scratch)
-            with self._naming(column, read, samples):
-                raise
+                except (DamagedStoreError, OSError) as again:
+                    raise self._located(again, column, read, [span]) from again
+            raise self._located(error, column, read, read.spans) from error
 
-    def _fetch_foreign(self, column: str, read: ObjectRead, target: np.ndarray) -> None:
+    def _fetch_foreign(self, column: str, target: np.ndarray, read: ObjectRead) -> None:
         for span in read.spans:
             wanted = span.wanted
             row, end = target[wanted.batch, read.layer], wanted.place + wanted.stop - wanted.start
-            with self._naming(column, read, [wanted.sample]):
-                self._foreign[column].fetch(
-                    wanted.sample, read.slot, wanted.start, wanted.stop, row[wanted.place : end]
-                )
+            place = row[wanted.place : end]
+            try:
+                self._foreign[column].fetch(wanted.sample, read.slot, wanted.start, wanted.stop, place)
+            except (DamagedStoreError, OSError) as error:
+                raise self._located(error, column, read, [span]) from error
             row[end : wanted.room] = 0
 
-    @contextmanager
-    def _naming(self, column: str, read: ObjectRead, samples: Sequence[int]) -> Iterator[None]:
-        """Say in errors which column, layer, samples and shard they hit."""
-        layer = self._schema.layer_id(read.slot) if column == LAYERS else None
-        where = column if layer is None else f"{column}, layer {layer}"
+    def _located(
+        self, error: DamagedStoreError | OSError, column: str, read: ObjectRead, spans: Sequence[RowSpan]
+    ) -> Exception:
+        """Return an error of the same kind that says which column, layer, samples, shard and object it hit."""
+        samples = [span.wanted.sample for span in spans]
         hit = f"sample {samples[0]}" if len(samples) == 1 else f"samples {min(samples)} to {max(samples)}"
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise ValueError(f"{hit} is in shard {read.shard}, which is not captured yet") from error
-        except (DamagedStoreError, OSError) as error:
-            raise DamagedStoreError(f"{where}, {hit} (shard {read.shard}): {error}") from error
+        if isinstance(error, FileNotFoundError) and not self._record.complete:
+            return ValueError(f"{hit} is in shard {read.shard}, which is not captured yet")
+        layer = self._schema.layer_id(read.slot) if column == LAYERS else None
+        where = f"{column if layer is None else f'{column}, layer {layer}'}, {hit} (shard {read.shard})"
+        if not isinstance(error, OSError):
+            return DamagedStoreError(f"{where}: {error}")
+        key = column if column in self._foreign else object_key(column, read.shard, read.slot)
+        if error.errno is None:
+            return OSError(f"{where}: cannot read {key} of {self._storage}: {error}")
+        return OSError(error.errno, f"{where}: cannot read {key} of {self._storage}: {error.strerror}")
 
-    def _expected(self, column: str, slot: int, shard: int) -> Expected:
+    def _grid(self, column: str) -> ShardGrid:
+        return self._tokens if column in (IDS, MASK) else self._states
+
+    def _open(self, name: ObjectName) -> OpenObject:
+        column, shard, slot = name
         if column in (IDS, MASK):
             position, layer = TOKEN_OBJECTS.index(column), None
         else:
             position = len(TOKEN_OBJECTS) + (self._schema.num_layers if column == LAST else slot)
             layer = self._schema.layer_id(slot) if column == LAYERS else None
         record = self._index.object_record(shard, position)
-        return Expected(self._record.store_id, Place(column, slot, layer, shard), record)
+        expected = Expected(self._record.store_id, Place(column, slot, layer, shard), record)
+        return open_chunks(self._storage, object_key(column, shard, slot), self._grid(column), expected)

@@ -16,8 +16,6 @@ from dspark_store.format.manifest import Manifest
 from dspark_store.format.metadata import read_metadata, read_record, record_nodes
 from dspark_store.format.schema import (
     COLUMNS,
-    IDS,
-    MASK,
     StoreSchema,
 )
 from dspark_store.format.storage import LocalStorage, Storage
@@ -26,7 +24,8 @@ from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import SampleSpan, padded_spans
-from dspark_store.readers.shapes import Layout, batch_shape
+from dspark_store.readers.shapes import Layout, batch_shape, batch_tensor
+from dspark_store.readers.weights import TargetWeights, read_weights
 from dspark_store.readers.workers import DEFAULT_THREADS
 
 if TYPE_CHECKING:
@@ -37,23 +36,39 @@ def open_cache(
     path: str | os.PathLike[str],
     *,
     allow_incomplete: bool = False,
+    allow_reduced_depth: bool = False,
     verify: bool = True,
     threads: int = DEFAULT_THREADS,
     open_objects: int = DEFAULT_OPEN_OBJECTS,
 ) -> Cache:
     """Open a store for reading; cheap, whatever its size.
 
-    ``allow_incomplete`` admits a store that is still being written; ``verify`` checks every chunk's checksum; a batch
-    is read by ``threads`` threads; at most ``open_objects`` files are open, or one a thread where that is more.
-    Raises FileNotFoundError (no store), ValueError (incomplete, or another format version) or DamagedStoreError.
+    ``allow_incomplete`` admits a store that is still being written, ``allow_reduced_depth`` one of a target that was
+    cut to its first layers, from which no draft of the whole target can be trained; ``verify`` checks every chunk's
+    checksum; a batch is read by ``threads`` threads; at most ``open_objects`` files are open, or one a thread where
+    that is more.
+    Raises FileNotFoundError (no store), ValueError (incomplete, of a cut target, or another format version) or
+    DamagedStoreError.
     """
-    return Cache(
+    cache = Cache(
         LocalStorage(path),
         allow_incomplete=allow_incomplete,
         verify=verify,
         threads=threads,
         open_objects=open_objects,
     )
+    if not allow_reduced_depth:
+        _refuse_reduced_depth(cache)
+    return cache
+
+
+def _refuse_reduced_depth(cache: Cache) -> None:
+    depth, whole = (cache.manifest.get(name) for name in ("num_hidden_layers", "target_num_hidden_layers_full"))
+    if whole is not None:
+        raise ValueError(
+            f"store at {cache.storage} is of a target cut to its first {depth} of {whole} layers "
+            "(target_num_hidden_layers): capture the whole target, or pass allow_reduced_depth=True"
+        )
 
 
 class Cache:
@@ -122,6 +137,15 @@ class Cache:
     def target_config(self) -> Mapping[str, JsonValue] | None:
         """The target's text configuration as JSON."""
         return self.record.target_config
+
+    @property
+    def head(self) -> Mapping[str, JsonValue]:
+        """What a draft must know of the target beside its embedding and head: bias, tie, logit scale, softcap."""
+        return self.record.head
+
+    def weights(self) -> TargetWeights:
+        """Read the target's embedding and head; see `read_weights`."""
+        return read_weights(self.storage, self.record)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -195,7 +219,7 @@ class Cache:
         ``layers`` picks captured layers by id, in the order given; only their bytes are read. ``positions`` is a slice
         of step 1; only its span is read. ``layout`` "stacked" gives ``target_hidden_states`` as (B, K, S, H) instead of
         (B, S, K*H). ``out`` holds tensors to fill, by column. Raises IndexError (row), ValueError (column, layer or
-        shape), DamagedStoreError (naming column, sample, shard and object).
+        shape), and, naming column, sample, shard and object, DamagedStoreError or OSError.
         """
         samples = [self._wrap(row) for row in rows]
         if self.record.phase == "tokens":
@@ -203,11 +227,11 @@ class Cache:
         columns = self.columns(columns)
         slots = self.slots(layers)
         start, stop = self.span(positions)
+        self.columns(list(out or ()))
         batch: dict[str, torch.Tensor] = {}
         for column in columns:
             shape = batch_shape(self.schema, column, len(samples), len(slots), stop - start, layout)
-            given = None if out is None else out.get(column)
-            batch[column] = self._buffer(column, shape, given)
+            batch[column] = batch_tensor(self.schema, column, shape, (out or {}).get(column))
         self._reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
         return batch
 
@@ -255,16 +279,6 @@ class Cache:
         if step != 1:
             raise ValueError(f"positions must be a slice of step 1, got {positions}")
         return start, max(start, stop)
-
-    def _buffer(self, column: str, shape: tuple[int, ...], given: torch.Tensor | None) -> torch.Tensor:
-        dtype = torch.int64 if column in (IDS, MASK) else self.dtype
-        if given is None:
-            return torch.empty(shape, dtype=dtype)
-        if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
-            raise ValueError(
-                f"out[{column!r}] must be {shape} {dtype} on the CPU, got {tuple(given.shape)} {given.dtype}"
-            )
-        return given
 
 
 def _reopen(storage: Storage, allow_incomplete: bool, verify: bool, threads: int, open_objects: int) -> Cache:

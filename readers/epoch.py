@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from dspark_store.readers.order import BatchPlan
-from dspark_store.readers.packing import PackPlan, packed_fields, stack_fields
+from dspark_store.format.jsonvalue import json_digest
+from dspark_store.readers.order import BatchPlan, EndRule, ShardWindow, check_word, epoch_order
+from dspark_store.readers.packing import LongPolicy, PackPlan, check_packing, pack, packed_fields, stack_fields
 from dspark_store.readers.plan import SampleSpan, padded_spans
+
+type Shape = Literal["full", "longest", "packed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +110,71 @@ class PackedEpoch:
         fields = stack_fields(described)
         names = ("position_ids", "doc_remaining", "attention_mask", "seq_lens", "cu_seqlens")
         return BatchRequest(len(rows), self.plan.budget, tuple(spans), {name: getattr(fields, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlanner:
+    """How a loader's samples become the batches of its epochs. ValueError for options that make no sense.
+
+    The fields are those of `CacheLoader`; ``span`` is the start and stop of a row's positions.
+    """
+
+    batch_size: int
+    dp_size: int
+    shuffle: bool
+    seed: int
+    shard_size: int
+    window_shards: int | None
+    last: EndRule
+    shape: Shape
+    budget: int | None
+    long_samples: LongPolicy
+    span: tuple[int, int]
+    index_fields: bool
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("full", "longest", "packed"):
+            raise ValueError(f"the shape is {self.shape!r}; choose from full, longest, packed")
+        if (self.shape == "packed") != (self.budget is not None):
+            raise ValueError(
+                f"a budget belongs to packed rows and only to them, got shape {self.shape!r}, budget {self.budget}"
+            )
+        check_packing(self.budget, self.long_samples)
+        check_word("seed", self.seed)
+        _ = self._window, self.batches(0)  # what they refuse, they refuse now
+
+    @property
+    def _window(self) -> ShardWindow | None:
+        return None if self.window_shards is None else ShardWindow(self.shard_size, self.window_shards)
+
+    @property
+    def row_length(self) -> int:
+        """Positions of a row, at most."""
+        return self.span[1] - self.span[0] if self.budget is None else self.budget
+
+    def batches(self, samples: int) -> BatchPlan:
+        """Return how an epoch of rows of one sample falls into batches."""
+        return BatchPlan(samples, self.batch_size, self.dp_size, self.last)
+
+    def digest(self, samples: np.ndarray) -> str:
+        """Return a digest of all that decides an epoch's rows beside the seed and the number of ranks."""
+        order = [self.shuffle, self.window_shards, self.last, self.shape, self.budget, self.long_samples]
+        return json_digest([*order, hashlib.blake2b(samples.tobytes()).hexdigest()], size=8)
+
+    def plan(self, epoch: int, samples: np.ndarray, lengths: np.ndarray) -> PaddedEpoch | PackedEpoch:
+        """Plan an epoch of some samples; ``lengths`` are those of the whole store."""
+        order = epoch_order(samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle, window=self._window)
+        if self.budget is None:
+            longest = self.shape == "longest"
+            batches = self.batches(len(order))
+            return PaddedEpoch(order, lengths, batches, *self.span, longest=longest, index=self.index_fields)
+        plan = pack(
+            order,
+            lengths,
+            budget=self.budget,
+            rows_per_batch=self.batch_size,
+            dp_size=self.dp_size,
+            policy=self.long_samples,
+            last=self.last,
+        )
+        return PackedEpoch(plan)

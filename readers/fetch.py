@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,10 @@ from numcodecs import blosc
 from dspark_store.format.codecs import CRC_BYTES, CodecChain, Plain
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.objects import Expected, StoredObject, open_object
-from dspark_store.format.storage import Storage
+from dspark_store.format.objects import Expected, open_object
+from dspark_store.format.storage import ObjectReader, Storage
 from dspark_store.readers.forks import ProcessLock
-from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs
+from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs, chunk_bounds
 
 DEFAULT_OPEN_OBJECTS = 256
 _WINDOW_BYTES = 1024 * 1024
@@ -27,42 +27,60 @@ _WINDOW_BYTES = 1024 * 1024
 blosc.set_nthreads(1)
 
 
-class ObjectPool:
-    """Open objects with their checked tails, at most ``limit`` of them; the least recently used one is let go."""
+@dataclass(frozen=True, slots=True)
+class OpenObject:
+    """An open object whose tail was checked, and what reading needs of that: 8 to 12 bytes a chunk below 4 GiB.
 
-    def __init__(self, storage: Storage, limit: int = DEFAULT_OPEN_OBJECTS) -> None:
-        self._storage = storage
+    ``bounds`` are its `chunk_bounds`, (rows, chunks + 1); ``crcs`` (rows, chunks) uint32 are the checksums that its
+    trailer promises.
+    """
+
+    key: str
+    reader: ObjectReader
+    bounds: np.ndarray
+    crcs: np.ndarray
+
+
+def open_chunks(storage: Storage, key: str, grid: ShardGrid, expected: Expected) -> OpenObject:
+    """Open an object; DamagedStoreError naming the key when it is missing, wrong, or not laid out row by row."""
+    stored = open_object(storage, key, grid.slots, expected)
+    tail = stored.tail
+    try:
+        bounds = chunk_bounds(tail.offsets, tail.sizes, grid.chunks_per_row)
+    except ValueError as error:
+        stored.reader.close()
+        raise DamagedStoreError(f"object {key} {error}") from error
+    return OpenObject(key, stored.reader, bounds, tail.crcs.copy().reshape(grid.shard_size, -1))
+
+
+class ObjectPool[Name: Hashable]:
+    """Open objects by name, at most ``limit`` of them; the least recently used one is let go."""
+
+    def __init__(self, limit: int = DEFAULT_OPEN_OBJECTS) -> None:
         self._limit = limit
-        self._objects: OrderedDict[str, StoredObject] = OrderedDict()
+        self._objects: OrderedDict[Name, OpenObject] = OrderedDict()
         self._lock = ProcessLock()
 
-    def get(self, key: str, slots: int, expected: Expected) -> StoredObject:
-        """Return the object at ``key``, opened and checked when it is first asked for.
+    def get(self, name: Name, opening: Callable[[Name], OpenObject]) -> OpenObject:
+        """Return an object, which ``opening`` opens and checks when it is first asked for.
 
         An object that is let go stays open as long as somebody reads it.
         """
         with self._lock:
-            if key in self._objects:
-                self._objects.move_to_end(key)
-                return self._objects[key]
-        stored = _packed(open_object(self._storage, key, slots, expected))
+            if name in self._objects:
+                self._objects.move_to_end(name)
+                return self._objects[name]
+        opened = opening(name)
         with self._lock:
-            self._objects[key] = stored
+            self._objects[name] = opened
             while len(self._objects) > self._limit:
                 self._objects.popitem(last=False)
-        return stored
+        return opened
 
     def close(self) -> None:
         """Let every object go."""
         with self._lock:
             self._objects.clear()
-
-
-def _packed(stored: StoredObject) -> StoredObject:
-    """Shrink an object's tail to what reading needs: a third, where objects are smaller than 4 GiB."""
-    tail = stored.tail
-    offsets, sizes = (values.astype(np.min_scalar_type(values.max())) for values in (tail.offsets, tail.sizes))
-    return replace(stored, tail=replace(tail, offsets=offsets, sizes=sizes, crcs=tail.crcs.copy()))
 
 
 class Scratch(threading.local):
@@ -87,13 +105,14 @@ class Scratch(threading.local):
 
 
 class Piece(NamedTuple):
-    """One chunk on its way: its slot, where it is decoded, and what of that is copied on to its place, if anything.
+    """One chunk on its way: its row and place in it, where it is decoded, and what of that is copied on, if anything.
 
     ``into`` is (T, ...) in the stored dtype. It is the place itself where a whole chunk fits there; else scratch, and
     ``copy`` holds (source, place).
     """
 
-    slot: int
+    row: int
+    chunk: int
     into: np.ndarray
     copy: tuple[np.ndarray, np.ndarray] | None
 
@@ -112,14 +131,15 @@ class Fetcher:
         self._verify = verify
         self._plain = isinstance(chain.compressor, Plain)
         self._direct = target[0, 0].flags.c_contiguous if target.size else False
+        self._chunk_shape = (grid.chunk_tokens, *target.shape[3:])
 
-    def fetch(self, stored: StoredObject, layer: int, spans: tuple[RowSpan, ...], scratch: Scratch) -> None:
+    def fetch(self, stored: OpenObject, layer: int, spans: tuple[RowSpan, ...], scratch: Scratch) -> None:
         """Fetch the spans of one object, which is ``layer`` of the batch.
 
         DamagedStoreError naming the object when a chunk is absent or altered.
         """
         try:
-            runs = byte_runs(stored.tail.offsets, stored.tail.sizes, spans)
+            runs = byte_runs(stored.bounds, spans)
         except ValueError as error:
             raise DamagedStoreError(f"object {stored.key} {error}") from error
         for run in runs:
@@ -134,34 +154,34 @@ class Fetcher:
             else:
                 for piece in (piece for span in run.spans for piece in self._pieces(layer, span, scratch)):
                     self._read_uncompressed(stored, [piece], scratch)
-            for span in run.spans:
-                wanted = span.wanted
-                end = wanted.place + wanted.stop - wanted.start
+        for span in spans:
+            wanted = span.wanted
+            end = wanted.place + wanted.stop - wanted.start
+            if end < wanted.room:
                 self._target[wanted.batch, layer, end : wanted.room] = 0
 
-    def _read_and_decode(self, stored: StoredObject, layer: int, run: ByteRun, scratch: Scratch) -> None:
+    def _read_and_decode(self, stored: OpenObject, layer: int, run: ByteRun, scratch: Scratch) -> None:
         """Read some neighbouring chunks, decode them while they are in the processor's cache, then the next ones."""
-        slots = [slot for span in run.spans for slot in range(span.first, span.last)]
-        ends = (run.begin + np.cumsum(stored.tail.sizes[slots])).tolist()
+        edges = [run.begin]
+        for span in run.spans:
+            edges += stored.bounds[span.row, span.first + 1 : span.last + 1].tolist()
+        pieces = (piece for span in run.spans for piece in self._pieces(layer, span, scratch))
         begin = end = run.begin
         view = memoryview(b"")
-        for span in run.spans:
-            for piece in self._pieces(layer, span, scratch):
-                offset, size = int(stored.tail.offsets[piece.slot]), int(stored.tail.sizes[piece.slot])
-                if offset == end:
-                    begin, end = end, max(end + size, ends[bisect_right(ends, end + _WINDOW_BYTES) - 1])
-                    data = scratch.stored(end - begin)
-                    _require(stored.reader.read_into(data, begin), len(data), stored.key)
-                    view = memoryview(data)
-                chunk = view[offset - begin : offset - begin + size]
-                crc = int(stored.tail.crcs[piece.slot]) if self._verify else None
-                try:
-                    self._chain.decode(chunk, piece.into, crc=crc)
-                except DamagedStoreError as error:
-                    raise DamagedStoreError(f"object {stored.key}, slot {piece.slot}: {error}") from error
-                _finish(piece)
+        for at, piece in enumerate(pieces):
+            if edges[at] == end:
+                begin, end = end, max(edges[at + 1], edges[bisect_right(edges, end + _WINDOW_BYTES) - 1])
+                view = memoryview(scratch.stored(end - begin))
+                _require(stored.reader.read_into(view, begin), end - begin, stored.key)
+            chunk = view[edges[at] - begin : edges[at + 1] - begin]
+            crc = stored.crcs.item(piece.row, piece.chunk) if self._verify else None
+            try:
+                self._chain.decode(chunk, piece.into, crc=crc)
+            except DamagedStoreError as error:
+                raise _in_slot(stored, piece, error) from error
+            _finish(piece)
 
-    def _read_positions(self, stored: StoredObject, layer: int, span: RowSpan, scratch: Scratch) -> None:
+    def _read_positions(self, stored: OpenObject, layer: int, span: RowSpan, scratch: Scratch) -> None:
         """Read just the wanted positions of uncompressed chunks to their places, with one vectored read.
 
         Between two chunks stands a checksum, which nobody looks at here. Where the places of a chunk's positions do not
@@ -170,46 +190,44 @@ class Fetcher:
         step, wanted = self._grid.chunk_tokens, span.wanted
         target, skipped = self._target[wanted.batch, layer], scratch.stored(CRC_BYTES)
         buffers: list[np.ndarray] = []
-        for slot in range(span.first, span.last):
-            low = slot % self._grid.chunks_per_row * step
+        for low in range(span.first * step, span.last * step, step):
             begin, end = max(low, wanted.start), min(low + step, wanted.stop)
             place = target[begin - wanted.start + wanted.place : end - wanted.start + wanted.place]
             buffers += [skipped] if buffers else []
             buffers += [place] if self._direct else list(place)
-        chunk_start = span.first % self._grid.chunks_per_row * step
-        inside = max(0, wanted.start - chunk_start) * target[:1].nbytes
+        inside = max(0, wanted.start - span.first * step) * target[:1].nbytes
         count = sum(buffer.nbytes for buffer in buffers)
-        _require(stored.reader.read_vector(buffers, int(stored.tail.offsets[span.first]) + inside), count, stored.key)
+        offset = stored.bounds.item(span.row, span.first) + inside
+        _require(stored.reader.read_vector(buffers, offset), count, stored.key)
 
-    def _read_uncompressed(self, stored: StoredObject, pieces: Sequence[Piece], scratch: Scratch) -> None:
+    def _read_uncompressed(self, stored: OpenObject, pieces: Sequence[Piece], scratch: Scratch) -> None:
         """Read neighbouring chunks with one vectored read: values to where they belong, checksums beside."""
         checksums = scratch.stored(CRC_BYTES * len(pieces)).reshape(-1, CRC_BYTES)
         buffers = [part for piece, crc in zip(pieces, checksums, strict=True) for part in (piece.into, crc)]
-        begin, wanted = int(stored.tail.offsets[pieces[0].slot]), sum(buffer.nbytes for buffer in buffers)
+        begin = stored.bounds.item(pieces[0].row, pieces[0].chunk)
+        wanted = sum(buffer.nbytes for buffer in buffers)
         _require(stored.reader.read_vector(buffers, begin), wanted, stored.key)
         for piece, crc in zip(pieces, checksums, strict=True):
-            if self._verify:
-                try:
-                    self._chain.check_split(piece.into, crc, int(stored.tail.crcs[piece.slot]))
-                except DamagedStoreError as error:
-                    raise DamagedStoreError(f"object {stored.key}, slot {piece.slot}: {error}") from error
+            try:
+                self._chain.check_split(piece.into, crc, stored.crcs.item(piece.row, piece.chunk))
+            except DamagedStoreError as error:
+                raise _in_slot(stored, piece, error) from error
             _finish(piece)
 
     def _pieces(self, layer: int, span: RowSpan, scratch: Scratch | None) -> Iterator[Piece]:
         """Yield a span's chunks. With ``scratch`` they are decoded one by one and may share it."""
-        step, wanted = self._grid.chunk_tokens, span.wanted
+        step, wanted, shape = self._grid.chunk_tokens, span.wanted, self._chunk_shape
         target = self._target[wanted.batch, layer]
-        for slot in range(span.first, span.last):
-            low = slot % self._grid.chunks_per_row * step
+        for chunk in range(span.first, span.last):
+            low = chunk * step
             place = low - wanted.start + wanted.place
             if self._direct and low >= wanted.start and place + step <= wanted.room:
-                yield Piece(slot, target[place : place + step], None)
+                yield Piece(span.row, chunk, target[place : place + step], None)
                 continue
-            shape = (step, *target.shape[1:])
             into = np.empty(shape, target.dtype) if scratch is None else scratch.chunk(shape, target.dtype)
             begin, end = max(low, wanted.start), min(low + step, wanted.stop)
             there = target[place + begin - low : place + end - low]
-            yield Piece(slot, into, (into[begin - low : end - low], there))
+            yield Piece(span.row, chunk, into, (into[begin - low : end - low], there))
 
 
 def _finish(piece: Piece) -> None:
@@ -221,3 +239,8 @@ def _finish(piece: Piece) -> None:
 def _require(count: int, wanted: int, key: str) -> None:
     if count != wanted:
         raise DamagedStoreError(f"object {key} ends {wanted - count} bytes early")
+
+
+def _in_slot(stored: OpenObject, piece: Piece, error: DamagedStoreError) -> DamagedStoreError:
+    slot = piece.row * stored.crcs.shape[1] + piece.chunk
+    return DamagedStoreError(f"object {stored.key}, slot {slot}: {error}")

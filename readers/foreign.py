@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,10 @@ class ForeignColumn:
         self._array: zarr.Array[Any] | None = None
 
     def fetch(self, sample: int, slot: int, start: int, stop: int, out: np.ndarray) -> None:
-        """Fill ``out`` with the positions [start, stop) of a sample; DamagedStoreError when zarr cannot decode them."""
+        """Fill ``out`` with the positions [start, stop) of a sample.
+
+        DamagedStoreError when zarr-python cannot decode them, OSError when the file system cannot read them.
+        """
         width = self._schema.hidden_size
         features = slice(slot * width, (slot + 1) * width) if self._column == LAYERS else slice(None)
         try:
@@ -39,5 +43,7 @@ class ForeignColumn:
             token_column = self._column in (IDS, MASK)
             values = self._array[sample, start:stop] if token_column else self._array[sample, start:stop, features]
         except (ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+                raise  # the file system's; a codec's, on bytes it cannot read, has no number
             raise DamagedStoreError(f"zarr-python cannot read it: {error}") from error
         out[...] = np.asarray(values).view(out.dtype)

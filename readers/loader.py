@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dspark_store.format.jsonvalue import json_digest
 from dspark_store.format.schema import COLUMNS
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.choice import Side, Split, choose_samples
 from dspark_store.readers.device import DeviceCopy
-from dspark_store.readers.epoch import BatchRequest, Epoch, PackedEpoch, PaddedEpoch
+from dspark_store.readers.epoch import BatchRequest, Epoch, EpochPlanner, PackedEpoch, Shape
 from dspark_store.readers.memory import BatchMemory
-from dspark_store.readers.order import BatchPlan, EndRule, LoaderState, ShardWindow, epoch_order
-from dspark_store.readers.packing import LongPolicy, pack
+from dspark_store.readers.order import EndRule, LoaderState
+from dspark_store.readers.packing import LongPolicy
 from dspark_store.readers.prefetch import Ahead, Prefetcher
 from dspark_store.readers.ranks import resolve_ranks
 from dspark_store.readers.shapes import Layout
 
 type Batch = dict[str, torch.Tensor]
-type Shape = Literal["full", "longest", "packed"]
 
 DEFAULT_PREFETCH_BYTES = 512 * 1024 * 1024
 _log = logging.getLogger(__name__)
@@ -88,10 +85,6 @@ class CacheLoader(IterableDataset[Batch]):
         super().__init__()
         if prefetch_bytes < 1:
             raise ValueError(f"prefetch_bytes must be >= 1, got {prefetch_bytes}")
-        if shape not in ("full", "longest", "packed"):
-            raise ValueError(f"the shape is {shape!r}; choose from full, longest, packed")
-        if (shape == "packed") != (budget is not None):
-            raise ValueError(f"a budget belongs to packed rows and only to them, got shape {shape!r}, budget {budget}")
         if shape == "packed" and positions is not None:
             raise ValueError("packed rows are read whole: positions cannot be given with shape 'packed'")
         if split is None and validation_fraction:
@@ -104,24 +97,32 @@ class CacheLoader(IterableDataset[Batch]):
         self.last: EndRule = last
         self.dp_rank, self.dp_size = resolve_ranks(dp_rank, dp_size, mesh)
         self.epoch = 0
-        self._shuffle = shuffle
-        self._window = None if window_shards is None else ShardWindow(cache.schema.shard_size, window_shards)
-        self._shape, self._budget, self._long_samples = shape, budget, long_samples
+        self._planner = EpochPlanner(
+            batch_size=batch_size,
+            dp_size=self.dp_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            shard_size=cache.schema.shard_size,
+            window_shards=window_shards,
+            last=last,
+            shape=shape,
+            budget=budget,
+            long_samples=long_samples,
+            span=cache.span(positions),
+            index_fields=index_fields,
+        )
         self._slots = cache.slots(layers)
-        self._span = cache.span(positions)
         self._memory = BatchMemory(cache.schema, cache.columns(columns), len(self._slots), layout)
-        self._index_fields = index_fields
         self._prefetch_bytes = prefetch_bytes
         self._copy = DeviceCopy.to(device)
         sides = None if split is None else Split(split, validation_fraction, split_seed)
         self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides)
+        self._stream = self._planner.digest(self._samples)
         self._steps_done = 0
         self._resumed = False
-        order = [shuffle, window_shards, last, shape, budget, long_samples]
-        self._stream = json_digest([*order, hashlib.blake2b(self._samples.tobytes()).hexdigest()], size=8)
         self._planned: tuple[int, Epoch] | None = None
         self._running: Prefetcher[Batch] | None = None
-        repeated = BatchPlan(len(self._samples), batch_size, self.dp_size, last).repeated
+        repeated = self._planner.batches(len(self._samples)).repeated
         if repeated and shape != "packed":
             _log.info("an epoch repeats %d samples to fill its last batch on every rank", repeated)
 
@@ -208,7 +209,7 @@ class CacheLoader(IterableDataset[Batch]):
                 f"the epoch has no batch: {epoch.batches.count} items are fewer than the {epoch.batches.global_batch} "
                 "of one global batch, and last='drop' drops them"
             )
-        largest = self._memory.nbytes(self.batch_size, self._budget or self._span[1] - self._span[0])
+        largest = self._memory.nbytes(self.batch_size, self._planner.row_length)
         self._memory.open(self._prefetch_bytes + 2 * largest)
         running = Prefetcher(self._work(epoch, self._steps_done), self._prefetch_bytes)
         self._running = running
@@ -247,31 +248,18 @@ class CacheLoader(IterableDataset[Batch]):
             self._planned = (self.epoch, self._plan_epoch(self.epoch))
         return self._planned[1]
 
-    def _plan_epoch(self, epoch: int) -> Epoch:
-        order = epoch_order(self._samples, seed=self.seed, epoch=epoch, shuffle=self._shuffle, window=self._window)
-        lengths = self.cache.lengths
-        if self._budget is not None:
-            plan = pack(
-                order,
-                lengths,
-                budget=self._budget,
-                rows_per_batch=self.batch_size,
-                dp_size=self.dp_size,
-                policy=self._long_samples,
-                last=self.last,
-            )
+    def _plan_epoch(self, number: int) -> Epoch:
+        epoch = self._planner.plan(number, self._samples, self.cache.lengths)
+        if isinstance(epoch, PackedEpoch):
             _log.info(
                 "%d packed rows in epoch %d; %d samples are cut to the budget, %d longer and %d empty ones left out",
-                len(plan),
-                epoch,
-                plan.cut,
-                plan.left_out,
-                plan.empty,
+                len(epoch.plan),
+                number,
+                epoch.plan.cut,
+                epoch.plan.left_out,
+                epoch.plan.empty,
             )
-            return PackedEpoch(plan)
-        batches = BatchPlan(len(order), self.batch_size, self.dp_size, self.last)
-        longest = self._shape == "longest"
-        return PaddedEpoch(order, lengths, batches, *self._span, longest=longest, index=self._index_fields)
+        return epoch
 
     def _read(self, request: BatchRequest) -> Batch:
         batch = self._memory.lease(request.rows, request.length)

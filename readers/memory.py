@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dspark_store.format.schema import IDS, MASK, StoreSchema
+from dspark_store.format.schema import StoreSchema
 from dspark_store.readers.blocks import BlockPool
-from dspark_store.readers.shapes import Layout, batch_shape
+from dspark_store.readers.shapes import Layout, batch_shape, column_dtype
 
 _ALIGNMENT = 64
 
@@ -23,6 +23,7 @@ class BatchMemory:
         self._layers = layers
         self._layout: Layout = layout
         self._blocks = BlockPool(0)
+        self._tensors(0, 0)  # refuses an unknown layout
 
     def open(self, limit_bytes: int) -> None:
         """Start over with a pool of blocks that takes at most ``limit_bytes``; see `BlockPool`."""
@@ -43,19 +44,16 @@ class BatchMemory:
         batch: dict[str, torch.Tensor] = {}
         offset = 0
         for column, shape, nbytes in self._tensors(rows, length):
-            batch[column] = block[offset : offset + nbytes].view(self._dtype(column)).view(shape)
+            batch[column] = block[offset : offset + nbytes].view(column_dtype(self._schema, column)).view(shape)
             offset += _padded(nbytes)
         return batch
 
     def _tensors(self, rows: int, length: int) -> list[tuple[str, tuple[int, ...], int]]:
-        shapes = [
-            (column, batch_shape(self._schema, column, rows, self._layers, length, self._layout))
-            for column in self._columns
-        ]
-        return [(column, shape, math.prod(shape) * self._dtype(column).itemsize) for column, shape in shapes]
-
-    def _dtype(self, column: str) -> torch.dtype:
-        return torch.int64 if column in (IDS, MASK) else self._schema.dtype.torch_dtype
+        tensors = []
+        for column in self._columns:
+            shape = batch_shape(self._schema, column, rows, self._layers, length, self._layout)
+            tensors.append((column, shape, math.prod(shape) * column_dtype(self._schema, column).itemsize))
+        return tensors
 
 
 def _padded(nbytes: int) -> int:

@@ -264,12 +264,17 @@ def _fold(state: np.ndarray, word: np.ndarray) -> np.ndarray:
     return _mix((state ^ word) + np.uint64(_GAMMA))
 
 
+def check_word(name: str, word: int) -> None:
+    """Raise ValueError unless a number can go into a key: 0..2^64-1."""
+    if not 0 <= word < _WORD:
+        raise ValueError(f"{name} must be between 0 and 2^64 - 1, got {word}")
+
+
 def _start(tag: int, *words: int) -> np.ndarray:
     """Return the state of one use of the generator, (1,) uint64: 0, with the tag and then the words taken in."""
     state = np.zeros(1, np.uint64)
     for word in (tag, *words):
-        if not 0 <= word < _WORD:
-            raise ValueError(f"seed and epoch must be between 0 and 2^64 - 1, got {word}")
+        check_word("seed and epoch", word)
         state = _fold(state, np.array([word], np.uint64))
     return state
 

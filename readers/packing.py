@@ -74,6 +74,14 @@ class PackPlan:
         return dealt
 
 
+def check_packing(budget: int | None, policy: LongPolicy) -> None:
+    """Raise ValueError for a budget below 1 or an unknown policy."""
+    if budget is not None and budget < 1:
+        raise ValueError(f"budget must be >= 1, got {budget}")
+    if policy not in ("cut", "leave_out"):
+        raise ValueError(f"the policy for samples over the budget is {policy!r}; choose from cut, leave_out")
+
+
 def pack(
     order: np.ndarray,
     lengths: np.ndarray,
@@ -93,11 +101,9 @@ def pack(
     wastes less and shuffles less; the default is 256 samples, or 8 mean rows where that is more. ``policy`` says what
     happens to a sample longer than the budget. ValueError when no sample has a place, or for a number below 1.
     """
-    for name, value in (("budget", budget), ("window", window)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    if policy not in ("cut", "leave_out"):
-        raise ValueError(f"the policy for samples over the budget is {policy!r}; choose from cut, leave_out")
+    check_packing(budget, policy)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be >= 1, got {window}")
     wanted = lengths[order].astype(np.int64)
     long = wanted > budget
     kept = (wanted > 0) if policy == "cut" else (wanted > 0) & ~long

@@ -7,6 +7,7 @@ make.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -30,11 +31,19 @@ class SampleSpan(NamedTuple):
 
 
 class RowSpan(NamedTuple):
-    """A `SampleSpan` in its shard: it needs the chunks in the slots [first, last) of each layer's object."""
+    """A `SampleSpan` in its shard: it needs the chunks [first, last) of a row in each layer's object."""
 
+    row: int
     first: int
     last: int
     wanted: SampleSpan
+
+
+class ShardSpans(NamedTuple):
+    """Spans of one shard that are read together, of each layer's object in one go."""
+
+    shard: int
+    spans: tuple[RowSpan, ...]
 
 
 class ObjectRead(NamedTuple):
@@ -66,75 +75,84 @@ def padded_spans(samples: Sequence[int], lengths: Sequence[int], start: int, sto
     ]
 
 
-def plan_reads(
-    grid: ShardGrid, spans: Sequence[SampleSpan], slots: Sequence[int], max_tokens: int
-) -> Iterator[ObjectRead]:
-    """Yield the reads of some spans in the layer ``slots`` given; an empty span needs none.
+def plan_spans(grid: ShardGrid, spans: Sequence[SampleSpan], max_tokens: int) -> list[ShardSpans]:
+    """Return some spans by shard; empty ones are left out.
 
-    Spans of one object come together, at most ``max_tokens`` positions (and at least one span) a read, so that reads
-    can run side by side.
+    Spans of one shard come together, at most ``max_tokens`` positions (and at least one span) at once, so that reads
+    can run side by side. The plan holds for every column and layer of the grid.
     """
-    by_shard: dict[int, list[SampleSpan]] = {}
+    shard_size, step = grid.shard_size, grid.chunk_tokens
+    by_shard: dict[int, list[RowSpan]] = {}
     for span in spans:
         if span.stop > span.start:
-            by_shard.setdefault(span.sample // grid.shard_size, []).append(span)
-    for shard, members in by_shard.items():
-        for group in _groups(members, max_tokens):
-            rows = tuple([_row_span(grid, span) for span in group])
-            for layer, slot in enumerate(slots):
-                yield ObjectRead(slot, layer, shard, rows)
+            shard, row = divmod(span.sample, shard_size)
+            placed = RowSpan(row, span.start // step, -(-span.stop // step), span)
+            by_shard.setdefault(shard, []).append(placed)
+    return [ShardSpans(shard, group) for shard, members in by_shard.items() for group in _groups(members, max_tokens)]
 
 
-def _row_span(grid: ShardGrid, span: SampleSpan) -> RowSpan:
-    slot = span.sample % grid.shard_size * grid.chunks_per_row
-    return RowSpan(slot + span.start // grid.chunk_tokens, slot - (-span.stop // grid.chunk_tokens), span)
-
-
-def _groups(members: Sequence[SampleSpan], max_tokens: int) -> Iterator[Sequence[SampleSpan]]:
-    group: list[SampleSpan] = []
+def _groups(members: Sequence[RowSpan], max_tokens: int) -> Iterator[tuple[RowSpan, ...]]:
+    if len(members) == 1:  # as nearly always, in a shuffled batch
+        yield tuple(members)
+        return
+    group: list[RowSpan] = []
     tokens = 0
     for member in members:
-        count = member.stop - member.start
+        count = member.wanted.stop - member.wanted.start
         if group and tokens + count > max_tokens:
-            yield group
+            yield tuple(group)
             group, tokens = [], 0
         group.append(member)
         tokens += count
-    if group:
-        yield group
+    yield tuple(group)
 
 
-def byte_runs(offsets: np.ndarray, sizes: np.ndarray, spans: Sequence[RowSpan]) -> list[ByteRun]:
+def object_reads(plan: Sequence[ShardSpans], slots: Sequence[int]) -> list[ObjectRead]:
+    """Return the reads of a plan in the layer ``slots`` given."""
+    return [ObjectRead(slot, layer, shard, spans) for shard, spans in plan for layer, slot in enumerate(slots)]
+
+
+def chunk_bounds(offsets: np.ndarray, sizes: np.ndarray, chunks_per_row: int) -> np.ndarray:
+    """Return where the chunks of each row lie in an object: (rows, chunks_per_row + 1) of the smallest unsigned dtype.
+
+    Chunk i of a row is the bytes from entry i to entry i + 1; entries past the end of its last chunk are 0. ``offsets``
+    and ``sizes`` are the object's index, (slots,), size 0 where a chunk is absent. ValueError when the chunks of a row
+    do not stand side by side and in order, as the format has them: then no single range holds them.
+    """
+    offsets, sizes = (values.reshape(-1, chunks_per_row) for values in (offsets, sizes))
+    present = sizes > 0
+    joined = present[:, 1:] <= (present[:, :-1] & (offsets[:, 1:] == (offsets + sizes)[:, :-1]))
+    if not joined.all():
+        row = int(np.argmin(joined.all(axis=1)))
+        raise ValueError(
+            f"does not keep the chunks in slots {row * chunks_per_row} to {(row + 1) * chunks_per_row - 1} together"
+        )
+    bounds = np.zeros((len(sizes), chunks_per_row + 1), np.uint64)
+    bounds[:, :-1] = np.where(present, offsets, 0)
+    bounds[:, 1:] = np.where(present, offsets + sizes, 0)
+    return bounds.astype(np.min_scalar_type(bounds.max(initial=0)))
+
+
+def byte_runs(bounds: np.ndarray, spans: tuple[RowSpan, ...]) -> list[ByteRun]:
     """Return the byte ranges of the spans' whole chunks, in the order of the object, neighbours merged.
 
-    ``offsets`` and ``sizes`` are the object's index, (slots,). ValueError naming the chunks when one is absent or they
-    do not stand together.
+    ``bounds`` are the object's `chunk_bounds`. ValueError naming a chunk that is absent.
     """
     if len(spans) == 1:  # as nearly always, in a shuffled batch
-        return [ByteRun(*_range_of(offsets, sizes, spans[0]), tuple(spans))]
-    ranges = [(*_range_of(offsets, sizes, span), span) for span in spans]
-    ranges.sort(key=itemgetter(0))
-    runs: list[ByteRun] = []
-    joined: list[RowSpan] = []
-    begin = end = 0
-    for low, high, span in ranges:
-        if joined and low != end:
-            runs.append(ByteRun(begin, end, tuple(joined)))
-            joined = []
-        if not joined:
-            begin = low
-        joined.append(span)
-        end = high
-    if joined:
-        runs.append(ByteRun(begin, end, tuple(joined)))
-    return runs
+        return [_range_of(bounds, spans[0], spans)]
+    ranges = sorted((_range_of(bounds, span, (span,)) for span in spans), key=itemgetter(0))
+    starts = [at for at, run in enumerate(ranges) if at == 0 or run.begin != ranges[at - 1].end]
+    return [
+        ByteRun(ranges[start].begin, ranges[stop - 1].end, tuple(run.spans[0] for run in ranges[start:stop]))
+        for start, stop in pairwise([*starts, len(ranges)])
+    ]
 
 
-def _range_of(offsets: np.ndarray, sizes: np.ndarray, span: RowSpan) -> tuple[int, int]:
-    wanted = sizes[span.first : span.last].tolist()
-    if 0 in wanted:
-        raise ValueError(f"lacks the chunk in slot {span.first + wanted.index(0)}")
-    begin, end = offsets.item(span.first), offsets.item(span.last - 1) + wanted[-1]
-    if end - begin != sum(wanted):
-        raise ValueError(f"does not keep the chunks in slots {span.first} to {span.last - 1} together")
-    return begin, end
+def _range_of(bounds: np.ndarray, span: RowSpan, spans: tuple[RowSpan, ...]) -> ByteRun:
+    row, first, last, _ = span
+    end = bounds.item(row, last)
+    if not end:  # the row ends before
+        chunks = bounds.shape[1] - 1
+        absent = int(np.argmin(bounds[row, 1:] > 0))
+        raise ValueError(f"lacks the chunk in slot {row * chunks + max(first, absent)}")
+    return ByteRun(bounds.item(row, first), end, spans)

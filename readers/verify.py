@@ -23,7 +23,6 @@ from dspark_store.format.schema import (
     StateObject,
 )
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.weights import read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def _check_index(cache: Cache) -> None:
 
 def _check_weights(cache: Cache) -> None:
     if cache.record.weights:
-        read_weights(cache.storage, cache.record)
+        cache.weights()
 
 
 def _check_shard(cache: Cache, shard: int) -> list[Problem]:

@@ -13,8 +13,16 @@ from transformers import (
     DeepseekV4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -41,6 +49,29 @@ _SHAPE = {
     "eos_token_id": 1,
 }
 _DENSE_SHAPE = {**_SHAPE, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+_LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+}
+_GEMMA4_SHAPE = {
+    **_DENSE_SHAPE,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 16,
+    "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SHARING = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 2,
+}
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>GENERATION{{ message['content'] }}<|end|>ENDGENERATION"
@@ -88,6 +119,31 @@ def tiny_deepseek_v4(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     }
     return _built(DeepseekV4ForCausalLM, DeepseekV4Config(**{**_SHAPE, **own, **changes}), seed)
+
+
+def tiny_glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """GLM with sparse attention: a dense layer, then experts; each layer chooses the 4 keys that it attends to."""
+    own = {**_LATENT_ATTENTION, "q_lora_rank": 16, "n_routed_experts": 4, "first_k_dense_replace": 1}
+    indexer = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
+    return _built(GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**{**_DENSE_SHAPE, **own, **indexer, **changes}), seed)
+
+
+def tiny_kimi_linear(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Kimi Linear: linear attention and full attention by turns, without positions."""
+    own = {**_LATENT_ATTENTION, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4}
+    turns = {"layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)}
+    return _built(KimiLinearForCausalLM, KimiLinearConfig(**{**_DENSE_SHAPE, **own, **turns, **changes}), seed)
+
+
+def tiny_gemma4(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Gemma 4, text only: layers of two head sizes, inputs for each layer, and two layers without keys of their own."""
+    return _built(Gemma4ForCausalLM, Gemma4TextConfig(**{**_GEMMA4_SHAPE, **_GEMMA4_SHARING, **changes}), seed)
+
+
+def tiny_gemma4_nested(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Gemma 4 with its text part in a multimodal configuration, as published; without other towers."""
+    text = {**_GEMMA4_SHAPE, **_GEMMA4_SHARING, **changes}
+    return _built(Gemma4ForConditionalGeneration, Gemma4Config(text_config=text), seed)
 
 
 def tiny_gpt2(seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -6,18 +6,26 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
+import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from dspark_store.format.storage import LocalStorage
+from dspark_store.writers.process import ProcessName
 
 LOCK_KEY = ".writer.lock"
 _BEAT_SECONDS = 15.0
+_LOOK_SECONDS = 5.0
 STALE_SECONDS = 120.0
+
+
+class LostLockError(RuntimeError):
+    """Another job has taken the store over; this one must not write to it any more."""
 
 
 class StoreLock:
@@ -25,61 +33,132 @@ class StoreLock:
 
     The lock names host, process and the process's start time. A lock whose process is gone (same host) or whose
     heartbeat is older than 120 s by the file system's own clock (another host) is taken over; a live one is refused
-    with BlockingIOError naming its holder.
+    with BlockingIOError naming its holder, unless ``take_over`` says to take that too. ``on_lost`` is told once, on the
+    thread of the heartbeat, when another job has done so.
     """
 
-    def __init__(self, storage: LocalStorage) -> None:
+    def __init__(
+        self, storage: LocalStorage, *, take_over: bool = False, on_lost: Callable[[str], None] | None = None
+    ) -> None:
         self._storage = storage
         self._path = storage.path(LOCK_KEY)
-        self._holder = b""
+        self._take_over = take_over
+        self._on_lost = on_lost
         self._stop = threading.Event()
-        self._beat: threading.Thread | None = None
+        self._beat = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
+        self._former: ProcessName | None = None
+        self.holder = ""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
-        self._holder = json.dumps(holder).encode()
-        for _ in range(3):
-            with contextlib.suppress(FileExistsError):
-                self._storage.put_new(LOCK_KEY, self._holder)
-                self._beat = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
-                self._beat.start()
-                return self
-            with _one_at_a_time(self._path.parent):
-                self._remove_if_stale()
-        raise BlockingIOError(f"{self._path} could not be taken; another job is starting on the same store")
+        self.holder = json.dumps({**asdict(ProcessName.own()), "taken": time.time_ns()})
+        self._take()
+        try:
+            self._beat.start()
+            self._let_the_former_notice()
+        except BaseException:
+            self._end()
+            raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
+        self._end()
+
+    def release(self) -> None:
+        """Give the lock back. One that was taken over is another job's, and stays."""
         with contextlib.suppress(FileNotFoundError):
-            if self._path.read_bytes() == self._holder:  # a lock that was taken over is another job's
+            if self._path.read_bytes() == self.holder.encode():
                 self._path.unlink()
+
+    def _take(self) -> None:
+        for _ in range(3):
+            with contextlib.suppress(FileExistsError):
+                self._storage.put_new(LOCK_KEY, self.holder.encode())
+                return
+            with _one_at_a_time(self._path.parent):
+                self._remove_if_stale()
+        raise BlockingIOError(
+            f"{self._storage.root} could not be locked: another job is starting on it; wait for it, or end it"
+        )
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._beat.is_alive():
+            self._beat.join()
+        self.release()
 
     def _run(self) -> None:
         while not self._stop.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a disk that fails for a moment takes the lock from nobody
+                try:
+                    check_lock(self._storage, self.holder)
+                except LostLockError as error:
+                    if self._on_lost is not None:
+                        self._on_lost(str(error))
+                    return
                 os.utime(self._path)
 
     def _remove_if_stale(self) -> None:
         try:
-            holder = json.loads(self._path.read_text())
-            age = self._storage.now() - self._path.stat().st_mtime
+            found = self._path.read_bytes()
+            age = max(0.0, self._storage.now() - self._path.stat().st_mtime)
         except FileNotFoundError:
             return
-        except ValueError:
-            holder, age = {}, STALE_SECONDS + 1
-        same_host = holder.get("host") == socket.gethostname()
-        alive = _started(holder["pid"]) == holder["started"] if same_host else age <= STALE_SECONDS
-        if alive:
+        self._former = _living_holder(found, age)
+        if self._former is not None and not self._take_over:
             raise BlockingIOError(
-                f"{self._storage.root} is being written by process {holder.get('pid')} on {holder.get('host')} "
-                f"(last sign of life {age:.0f} s ago); wait for it or end it"
+                f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host} "
+                f"(last sign of life {age:.0f} s ago); wait for it, end it, or take over with --take-over"
             )
-        self._path.unlink(missing_ok=True)
+        self._remove(found)
+
+    def _remove(self, found: bytes) -> None:
+        """Remove a lock that was read as ``found``. If it is another by now, another job was quicker, and has it back.
+
+        Its file system may be one without locks between hosts.
+        """
+        grave = self._path.with_name(f"{LOCK_KEY}.{secrets.token_hex(8)}.tmp")
+        try:
+            self._path.rename(grave)
+        except FileNotFoundError:
+            return
+        removed = grave.read_bytes()
+        if removed != found:
+            with contextlib.suppress(FileExistsError):
+                self._storage.put_new(LOCK_KEY, removed)
+        grave.unlink(missing_ok=True)
+
+    def _let_the_former_notice(self) -> None:
+        """Give a living job that was pushed aside the time to look at the lock, so that it writes nothing more."""
+        deadline = time.monotonic() + _BEAT_SECONDS + _LOOK_SECONDS
+        while self._former is not None and time.monotonic() < deadline:
+            if self._former.is_local and not self._former.still_runs:
+                return
+            time.sleep(0.2)
+
+
+def check_lock(storage: LocalStorage, holder: str) -> None:
+    """Raise LostLockError unless the store is still locked by ``holder``. Every rank asks before a commit."""
+    try:
+        found = storage.path(LOCK_KEY).read_bytes()
+    except FileNotFoundError:
+        raise LostLockError(
+            f"{storage.root} was taken over by another job, or its lock was removed; this one ends"
+        ) from None
+    if found != holder.encode():
+        raise LostLockError(f"{storage.root} was taken over by another job; this one ends")
+
+
+def _living_holder(found: bytes, age: float) -> ProcessName | None:
+    """Return whose lock this is, if that job lives; a lock that is not one belongs to nobody."""
+    try:
+        holder = ProcessName.from_json(found)
+    except ValueError:
+        return None
+    alive = holder.still_runs if holder.is_local else age <= STALE_SECONDS
+    return holder if alive else None
 
 
 @contextlib.contextmanager
@@ -92,23 +171,3 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _started(pid: int) -> str:
-    """Return when a process of this host started, in clock ticks since boot; empty when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return str(pid) if _exists(pid) else ""
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

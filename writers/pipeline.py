@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from dspark_store.format.codecs import EncodedChunk
 from dspark_store.writers.buffers import BufferPool
 
-type EncodeTask = Callable[[], EncodedChunk]
-type ChunkSink = Callable[[EncodedChunk], None]
+type _Item = tuple[Callable[..., None], int]
 
 
 class EncodePipeline:
@@ -22,15 +22,17 @@ class EncodePipeline:
     At most ``buffer_bytes`` of what is submitted are under way; `submit` waits beyond that. Because sinks run
     one at a time and in order, an object's bytes do not depend on the number of threads. The first error of a task or
     a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. ``buffers`` are for the
-    chunks themselves.
+    chunks themselves. ``encode_seconds`` and ``write_seconds`` are what tasks and sinks have taken so far, by the
+    clock and added up over the threads.
     """
 
     def __init__(self, threads: int, buffer_bytes: int) -> None:
         if threads < 1 or buffer_bytes < 1:
             raise ValueError(f"threads and buffer_bytes must be >= 1, got {threads} and {buffer_bytes}")
         self.buffers = BufferPool()
+        self.encode_seconds = self.write_seconds = 0.0
         self._pool = ThreadPoolExecutor(threads, "encode")
-        self._queue: queue.SimpleQueue[tuple[Future[EncodedChunk], ChunkSink, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._buffer_bytes = buffer_bytes
         self._pending_bytes = 0
@@ -39,8 +41,8 @@ class EncodePipeline:
         self._writer = threading.Thread(target=self._drain, name="write", daemon=True)
         self._writer.start()
 
-    def submit(self, task: EncodeTask, nbytes: int, sink: ChunkSink) -> None:
-        """Queue one chunk of ``nbytes`` bytes."""
+    def submit[T](self, task: Callable[[], T], nbytes: int, sink: Callable[[T], None]) -> None:
+        """Queue a task that takes ``nbytes`` bytes until its result has reached ``sink``."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error or not self._pending or self._pending_bytes + nbytes <= self._buffer_bytes
@@ -48,7 +50,7 @@ class EncodePipeline:
             self._raise_error()
             self._pending += 1
             self._pending_bytes += nbytes
-        self._queue.put((self._pool.submit(task), sink, nbytes))
+        self._queue.put((partial(self._deliver, self._pool.submit(_timed, task), sink), nbytes))
 
     def flush(self) -> None:
         """Wait until every submitted chunk has reached its sink."""
@@ -82,17 +84,28 @@ class EncodePipeline:
 
     def _drain(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, sink, nbytes = item
+            deliver, nbytes = item
             failure: BaseException | None = None
             try:
-                chunk = future.result()
-                if self._error is None:
-                    sink(chunk)
+                deliver(wanted=self._error is None)
             except BaseException as error:  # noqa: BLE001 - handed to the thread that submits
                 failure = error
-            del future, item
+            del deliver, item
             with self._changed:
                 self._error = self._error or failure
                 self._pending -= 1
                 self._pending_bytes -= nbytes
                 self._changed.notify_all()
+
+    def _deliver[T](self, result: Future[tuple[T, float]], sink: Callable[[T], None], *, wanted: bool) -> None:
+        value, seconds = result.result()
+        self.encode_seconds += seconds
+        if wanted:
+            _, seconds = _timed(partial(sink, value))
+            self.write_seconds += seconds
+
+
+def _timed[T](call: Callable[[], T]) -> tuple[T, float]:
+    started = time.perf_counter()
+    value = call()
+    return value, time.perf_counter() - started

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from dspark_store.format.codecs import CodecChain, EncodedChunk
-from dspark_store.format.dtypes import all_finite, bits_tensor
+from dspark_store.format.codecs import EncodedChunk, Plain
+from dspark_store.format.dtypes import all_finite, bits_tensor, tensor_bits
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import STATE_LEDGER, StateObject, StoreSchema
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ShardWriter
 from dspark_store.format.storage import Storage
-from dspark_store.writers.buffers import BufferPool
 from dspark_store.writers.pipeline import EncodePipeline
+
+_TASK_BYTES = 2 * 1024 * 1024  # smaller chunks are encoded several at a time: a task has a cost of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,30 @@ class ShardReport:
 
     stored_bytes: int
     nonfinite: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedObjects:
+    """Objects of a shard that are on disk and wait for their ledger row.
+
+    ``stored_bytes`` counts a shared object once; ``nonfinite`` are the rows with values that are not finite.
+    """
+
+    records: Mapping[StateObject, ObjectRecord]
+    stored_bytes: int
+    nonfinite: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """Return this as JSON, for another process."""
+        records = {item.name: [record.nbytes, record.digest] for item, record in self.records.items()}
+        return json.dumps([records, self.stored_bytes, self.nonfinite])
+
+    @classmethod
+    def from_json(cls, text: str, schema: StoreSchema) -> FinishedObjects:
+        """Read back what `to_json` returned."""
+        records, stored, nonfinite = json.loads(text)
+        items = {item: ObjectRecord(*records[item.name]) for item in schema.state_objects if item.name in records}
+        return cls(items, stored, tuple(nonfinite))
 
 
 class NonFiniteError(ValueError):
@@ -37,11 +63,23 @@ def state_ledger(storage: Storage, schema: StoreSchema) -> Ledger:
     return Ledger(storage, STATE_LEDGER, len(schema.state_objects))
 
 
+def publish_states(storage: Storage, schema: StoreSchema, shard: int, parts: Sequence[FinishedObjects]) -> ShardReport:
+    """Publish a shard's ledger row, which is its commit; ``parts`` together hold all of its objects.
+
+    FileExistsError when the shard is committed already.
+    """
+    records = {item: record for part in parts for item, record in part.records.items()}
+    state_ledger(storage, schema).publish(shard, [records[item] for item in schema.state_objects])
+    rows = {row for part in parts for row in part.nonfinite}
+    return ShardReport(sum(part.stored_bytes for part in parts), tuple(sorted(rows)))
+
+
 class StateShardWriter:
     """Writes the states of one shard and commits it.
 
     ``shared_slot`` names the layer slot whose states are the last hidden states themselves: that object is written
     once and linked into its second place. ``tokens`` is the digest of the shard's tokens, ``rows`` its samples.
+    ``objects`` are those that this writer writes: all of them, or the ones that a pipeline stage holds.
     """
 
     def __init__(
@@ -54,6 +92,7 @@ class StateShardWriter:
         tokens: str,
         pipeline: EncodePipeline,
         shared_slot: int | None = None,
+        objects: Iterable[StateObject] | None = None,
     ) -> None:
         self._storage = storage
         self._record = record
@@ -63,13 +102,15 @@ class StateShardWriter:
         self._tokens = tokens
         self._pipeline = pipeline
         self._chain = self._schema.chain(self._schema.state_objects[-1].column)
-        self._nonfinite: list[set[int]] = []
+        self._compressed = not isinstance(self._chain.compressor, Plain)
+        self._chunk_bytes = self._schema.chunk_tokens * self._schema.hidden_size * self._schema.dtype.itemsize
+        self._last = self._schema.state_objects[-1]
+        self._shared = None if shared_slot is None else self._schema.state_objects[shared_slot]
+        self._nonfinite: list[list[int]] = []
         self._written: list[StateObject] = []
         self._writers: list[ShardWriter] = []
-        layers = self._schema.state_objects[:-1]
-        self._shared = None if shared_slot is None else layers[shared_slot]
         try:
-            for item in self._schema.state_objects:
+            for item in self._schema.state_objects if objects is None else objects:
                 if item != self._shared:
                     self._open(item)
         except BaseException:
@@ -79,60 +120,95 @@ class StateShardWriter:
     def _open(self, item: StateObject) -> None:
         self._writers.append(ShardWriter(self._storage.create(item.key(self._shard)), self._schema.states.slots))
         self._written.append(item)
-        self._nonfinite.append(set())
+        self._nonfinite.append([])
 
-    def add(self, row: int, layers: Sequence[torch.Tensor], last: torch.Tensor) -> None:
+    def add(self, row: int, layers: Sequence[torch.Tensor | None], last: torch.Tensor | None) -> None:
         """Queue one sample: K tensors (length, H) in slot order and the last hidden states (length, H), on the CPU.
 
-        Rows may come in any order; each row once. The states are cast and copied before this returns.
+        What another writer writes may be None. Rows may come in any order; each row once. The encoder threads cast and
+        copy the states, so nobody may change them before the shard is finished.
         """
         for position, item in enumerate(self._written):
-            states = last if item is self._written[-1] else layers[item.slot]
+            states = last if item == self._last else layers[item.slot]
+            if states is None:
+                raise ValueError(f"the states of {item} are missing")
             self._add_object(position, row, states)
 
     def _add_object(self, position: int, row: int, states: torch.Tensor) -> None:
-        schema, buffers = self._schema, self._pipeline.buffers
-        step, first = schema.chunk_tokens, row * schema.states.chunks_per_row
-        for index in range(schema.states.chunks_of(len(states))):
-            piece = states[index * step : (index + 1) * step]
-            bits, finite = self._fill(piece)
-            if not finite:
-                self._nonfinite[position].add(row)
-            task = partial(_encode, bits.view(schema.dtype.stored), self._chain, buffers)
-            sink = partial(_store, self._writers[position], first + index, bits, buffers)
-            # counted twice: its buffer is kept for the next chunk while what it was encoded to waits to be written
-            self._pipeline.submit(task, 2 * bits.nbytes, sink)
-
-    def _fill(self, piece: torch.Tensor) -> tuple[np.ndarray, bool]:
-        """Cast the positions of one chunk into a buffer of (T, H) bits, the rest of it the fill value.
-
-        Returned with it is whether the positions are finite: they are checked while the processor's cache has them.
-        """
         schema = self._schema
-        buffer = self._pipeline.buffers.acquire(schema.chunk_tokens * schema.hidden_size * schema.dtype.itemsize)
+        step, first = schema.chunk_tokens, row * schema.states.chunks_per_row
+        run = max(1, _TASK_BYTES // self._chunk_bytes)
+        chunks = schema.states.chunks_of(len(states))
+        for begin in range(0, chunks, run):
+            piece = states[begin * step : (begin + run) * step]
+            task = partial(self._encode, piece, row, self._nonfinite[position])
+            sink = partial(self._store, self._writers[position], first + begin)
+            # counted twice: as states that wait for an encoder, and as what waits for the disk
+            self._pipeline.submit(task, 2 * min(run, chunks - begin) * self._chunk_bytes, sink)
+
+    def _encode(self, states: torch.Tensor, row: int, nonfinite: list[int]) -> list[EncodedChunk]:
+        """Encode some chunks of a row in an encoder thread."""
+        step = self._schema.chunk_tokens
+        encoded: list[EncodedChunk] = []
+        for begin in range(0, len(states), step):
+            chunk, finite = self._encode_chunk(states[begin : begin + step])
+            encoded.append(chunk)
+            if not finite:
+                nonfinite.append(row)
+        return encoded
+
+    def _encode_chunk(self, piece: torch.Tensor) -> tuple[EncodedChunk, bool]:
+        """Check and encode the positions of one chunk, all while the processor's cache holds it.
+
+        A whole chunk in the cache dtype is encoded where it lies. Any other is cast into a buffer (T, H), the rest of
+        it the fill value. Whether the states are finite is returned with it.
+        """
+        schema, buffers = self._schema, self._pipeline.buffers
+        whole = len(piece) == schema.chunk_tokens and piece.dtype == schema.dtype.torch_dtype and piece.is_contiguous()
+        if whole and self._compressed:
+            bits = tensor_bits(piece)
+            return self._chain.encode(bits.view(schema.dtype.stored)), all_finite(bits, schema.dtype)
+        buffer = buffers.acquire(self._chunk_bytes)
         bits = buffer.view(schema.dtype.bits).reshape(schema.chunk_tokens, schema.hidden_size)
         bits_tensor(bits, schema.dtype.torch_dtype)[: len(piece)].copy_(piece)
         bits[len(piece) :] = schema.dtype.fill_bits
-        return bits, all_finite(bits[: len(piece)], schema.dtype)
+        finite = all_finite(bits[: len(piece)], schema.dtype)
+        encoded = self._chain.encode(bits.view(schema.dtype.stored))
+        if self._compressed:
+            buffers.release(buffer)
+        return encoded, finite
 
-    def commit(self) -> ShardReport:
-        """Wait for the encoders, finish every object, then publish the ledger row: the commit."""
+    def _store(self, writer: ShardWriter, slot: int, chunks: Sequence[EncodedChunk]) -> None:
+        """Append encoded chunks to their object, in the writing thread."""
+        writer.append(slot, *chunks)
+        for chunk in chunks if not self._compressed else ():
+            payload = memoryview(chunk.payload).obj  # uncompressed, it was a view of the buffer
+            if isinstance(payload, np.ndarray):
+                self._pipeline.buffers.release(payload)
+
+    def finish(self, on_object: Callable[[], None] = lambda: None) -> FinishedObjects:
+        """Wait for the encoders, then make every object durable and visible. The shard is not committed yet.
+
+        ``on_object`` is called after each object: a slow disk may take long for one.
+        """
         self._pipeline.flush()
         records: dict[StateObject, ObjectRecord] = {}
         for item, writer, nonfinite in zip(self._written, self._writers, self._nonfinite, strict=True):
             records[item] = writer.finish(self._label(item, nonfinite))
-        if self._shared is not None:
-            last = self._written[-1]
-            self._storage.link(last.key(self._shard), self._shared.key(self._shard))
-            records[self._shared] = records[last]
-        ordered = [records[item] for item in self._schema.state_objects]
-        state_ledger(self._storage, self._schema).publish(self._shard, ordered)
-        stored = sum(record.nbytes for item, record in records.items() if item != self._shared)
-        return ShardReport(stored, tuple(sorted(set().union(*self._nonfinite))))
+            on_object()
+        stored = sum(record.nbytes for record in records.values())
+        if self._shared is not None and self._last in records:
+            self._storage.link(self._last.key(self._shard), self._shared.key(self._shard))
+            records[self._shared] = records[self._last]
+        return FinishedObjects(records, stored, tuple(sorted(self.nonfinite_rows())))
+
+    def commit(self) -> ShardReport:
+        """Finish every object, then publish the ledger row: the commit."""
+        return publish_states(self._storage, self._schema, self._shard, [self.finish()])
 
     def nonfinite_rows(self) -> set[int]:
         """Return the rows found non-finite so far."""
-        return set().union(*self._nonfinite)
+        return {row for rows in self._nonfinite for row in rows}
 
     def abort(self) -> None:
         """Drop the shard; nothing of it was visible."""
@@ -140,24 +216,9 @@ class StateShardWriter:
         for writer in self._writers:
             writer.abort()
 
-    def _label(self, item: StateObject, nonfinite: set[int]) -> ObjectLabel:
+    def _label(self, item: StateObject, nonfinite: Sequence[int]) -> ObjectLabel:
         places = [item.place(self._shard)]
-        if self._shared is not None and item is self._written[-1]:
+        if self._shared is not None and item == self._last:
             places.append(self._shared.place(self._shard))
         store_id = self._record.store_id
-        return ObjectLabel(store_id, tuple(places), self._rows, self._tokens, tuple(sorted(nonfinite)))
-
-
-def _encode(chunk: np.ndarray, chain: CodecChain, buffers: BufferPool) -> EncodedChunk:
-    """Encode one chunk. Runs in an encoder thread."""
-    encoded = chain.encode(chunk)
-    if isinstance(encoded.payload, bytes):
-        buffers.release(chunk.reshape(-1).view(np.uint8))
-    return encoded
-
-
-def _store(writer: ShardWriter, slot: int, chunk: np.ndarray, buffers: BufferPool, encoded: EncodedChunk) -> None:
-    """Append an encoded chunk to its object. Runs in the writing thread."""
-    writer.append(slot, encoded)
-    if not isinstance(encoded.payload, bytes):
-        buffers.release(chunk.reshape(-1).view(np.uint8))  # the payload was a view of it
+        return ObjectLabel(store_id, tuple(places), self._rows, self._tokens, tuple(sorted(set(nonfinite))))

@@ -12,8 +12,6 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-_PIECE = 32 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
@@ -84,15 +82,17 @@ def tensor_bits(states: torch.Tensor) -> np.ndarray:
 
 
 def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
-    """Tell whether a C-contiguous array of stored bits holds no infinity and no NaN.
+    """Tell whether an array of stored bits holds no infinity and no NaN.
 
-    A comparison of magnitudes as integers: torch's isfinite takes as long as compressing the same bfloat16 values. It
-    goes piece by piece, so that what it computes stays in the processor's cache.
+    As signed integers the largest is the largest positive value, as unsigned ones the negative value of the largest
+    magnitude: two maxima, three times as fast as masking the sign out, where torch's isfinite takes as long as
+    compressing the same bfloat16 values.
     """
-    flat = bits.reshape(-1)
-    magnitude = flat.dtype.type(dtype.infinity_bits | (dtype.infinity_bits - 1))
-    pieces = (flat[first : first + _PIECE] for first in range(0, flat.size, _PIECE))
-    return all(int((piece & magnitude).max()) < dtype.infinity_bits for piece in pieces)
+    if not bits.size:
+        return True
+    sign = 1 << (8 * dtype.itemsize - 1)
+    positive, any_sign = bits.view(f"<i{dtype.itemsize}").max(), bits.max()
+    return int(positive) < dtype.infinity_bits and int(any_sign) < sign | dtype.infinity_bits
 
 
 def bits_tensor(bits: np.ndarray, torch_dtype: torch.dtype) -> torch.Tensor:

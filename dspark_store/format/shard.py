@@ -109,15 +109,15 @@ class ShardWriter:
         self._crcs = np.zeros(slots, "<u4")
         self._offset = 0
 
-    def append(self, slot: int, chunk: EncodedChunk) -> None:
-        """Append the chunk of a slot; every slot at most once."""
-        if self._index[slot, 0] != _ABSENT:
-            raise ValueError(f"slot {slot} was written already")
-        self._out.write(chunk.payload)
-        self._out.write(chunk.crc_bytes())
-        self._index[slot] = (self._offset, chunk.nbytes)
-        self._crcs[slot] = chunk.crc
-        self._offset += chunk.nbytes
+    def append(self, slot: int, *chunks: EncodedChunk) -> None:
+        """Append the chunks of the slots from ``slot`` on; every slot at most once."""
+        for written, chunk in enumerate(chunks, slot):
+            if self._index[written, 0] != _ABSENT:
+                raise ValueError(f"slot {written} was written already")
+            self._index[written] = (self._offset, chunk.nbytes)
+            self._crcs[written] = chunk.crc
+            self._offset += chunk.nbytes
+        self._out.write(*(part for chunk in chunks for part in (chunk.payload, chunk.crc_bytes())))
 
     def finish(self, label: ObjectLabel) -> ObjectRecord:
         """Append trailer and index and commit the object: fsync, rename, fsync of the directory."""

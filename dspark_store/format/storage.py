@@ -19,6 +19,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from dspark_store.format.append import open_appender
+
 _IOV_MAX = 1024
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 
@@ -48,8 +50,8 @@ class ObjectReader(Protocol):
 class ObjectWriter(Protocol):
     """One object being written. Nothing is visible under its key before `commit`."""
 
-    def write(self, data: Buffer) -> None:
-        """Append bytes."""
+    def write(self, *parts: Buffer) -> None:
+        """Append bytes, one part after the other."""
         ...
 
     def commit(self) -> None:
@@ -185,15 +187,16 @@ class LocalObject:
 class LocalObjectWriter:
     """`ObjectWriter` of a file: a hidden temporary file, fsync, rename, fsync of the directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, large: bool = False) -> None:
         _make_directory(path.parent)
         self._path = path
         self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        self._file = self.temporary.open("xb")
+        self._file = self.temporary.open("xb", buffering=0)
+        self._appender = open_appender(self._file.fileno(), large=large)
 
-    def write(self, data: Buffer) -> None:
+    def write(self, *parts: Buffer) -> None:
         """See `ObjectWriter`."""
-        self._file.write(data)
+        self._appender.append(parts)
 
     def commit(self) -> None:
         """See `ObjectWriter`."""
@@ -203,12 +206,14 @@ class LocalObjectWriter:
 
     def finish(self) -> None:
         """Make the temporary file's content durable and close it. A failed fsync means writing the object again."""
-        self._file.flush()
+        self._appender.finish()
         os.fsync(self._file.fileno())
+        self._appender.close()
         self._file.close()
 
     def abort(self) -> None:
         """See `ObjectWriter`."""
+        self._appender.close()
         with contextlib.suppress(OSError):
             self._file.close()
         self.temporary.unlink(missing_ok=True)
@@ -258,7 +263,7 @@ class LocalStorage:
 
     def put(self, key: str, data: bytes) -> None:
         """See `Storage`."""
-        writer = self.create(key)
+        writer = LocalObjectWriter(self.path(key))
         try:
             writer.write(data)
             writer.commit()
@@ -280,7 +285,7 @@ class LocalStorage:
 
     def create(self, key: str) -> LocalObjectWriter:
         """See `Storage`."""
-        return LocalObjectWriter(self.path(key))
+        return LocalObjectWriter(self.path(key), large=True)
 
     def link(self, source: str, key: str) -> None:
         """See `Storage`; a hard link, or a copy where the file system has none."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from dspark_store.precompute.config import parse_arguments
+from dspark_store.precompute.config import PrecomputeConfig, parse_arguments
 from dspark_store.precompute.run import run
+from dspark_store.precompute.watch import TERMINATED, StoppedError
+from dspark_store.precompute.world import one_line
 
 UNEXPECTED = 1
 USER_ERROR = 2
@@ -17,24 +21,49 @@ _log = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0 done, 2 a mistake and 1 a surprise, each told in one line, 130
-    interrupted."""
+    interrupted, 143 terminated."""
     try:
         config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         config.check()
-        logging.basicConfig(level=config.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
+        logging.basicConfig(level=_level(config), format="%(levelname)s %(message)s", stream=sys.stderr)
+        for note in config.notes:
+            _log.info("%s", note)
         return run(config)
+    except StoppedError as error:
+        _tell(f"stopped: {error}")
+        return error.exit_code
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(f"error: {one_line(error)}")
         return USER_ERROR
     except Exception as error:  # noqa: BLE001 - whatever it is, what is committed stays, and users get one line
         _log.debug("traceback:", exc_info=True)
-        reason = " ".join(str(error).split()) or "no reason given"
-        print(f"error: {type(error).__name__}: {reason} (--log-level DEBUG shows where)", file=sys.stderr)
+        _tell(f"error: {one_line(error)} (--log-level DEBUG shows where)")
         return UNEXPECTED
     except KeyboardInterrupt:
-        print("interrupted: what is committed stays; go on with --resume", file=sys.stderr)
+        _tell("interrupted: what is committed stays; go on with --resume")
         return INTERRUPTED
 
 
+def _level(config: PrecomputeConfig) -> str:
+    """Return the level of this rank's log: what all ranks would say alike is said by rank 0."""
+    quiet = os.environ.get("RANK", "0") != "0" and config.log_level == "INFO"
+    return "WARNING" if quiet else config.log_level
+
+
+def _tell(line: str) -> None:
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
+    kind, _, text = line.partition(": ")
+    print(f"{kind}: {rank}{text}", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process, at once where its threads may wait long: for ranks that are gone, or for worker processes."""
+    if code == TERMINATED or (code and "RANK" in os.environ):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

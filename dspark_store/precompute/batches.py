@@ -15,3 +15,8 @@ def batches_of(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+def forward_cost(lengths: Sequence[int], batch_size: int) -> int:
+    """Return the positions that a shard's forwards run over, padding included."""
+    return sum(len(batch) * max(1, *(lengths[row] for row in batch)) for batch in batches_of(lengths, batch_size))

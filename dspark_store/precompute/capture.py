@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.schema import StoreSchema
+from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.storage import Storage
 from dspark_store.precompute.batches import batches_of
-from dspark_store.precompute.progress import Progress, size_text
-from dspark_store.target.capture import CapturedStates
+from dspark_store.precompute.copies import HostCopies, HostCopy
+from dspark_store.precompute.crew import Activity, Crew
+from dspark_store.precompute.profile import Profile
+from dspark_store.target.capture import StageStates
+from dspark_store.target.limits import check_ids
 from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.states import NonFiniteError, ShardReport, StateShardWriter, state_ledger
+from dspark_store.writers.states import (
+    FinishedObjects,
+    NonFiniteError,
+    StateShardWriter,
+    publish_states,
+    state_ledger,
+)
 from dspark_store.writers.tokens import TokenRows, read_token_shard
 
-type Capture = Callable[[torch.Tensor, torch.Tensor], CapturedStates]
+type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
+
+_DUMMY_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,7 @@ class CaptureSettings:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What one job captured."""
+    """What one job captured, on all of its ranks."""
 
     shards: int
     tokens: int
@@ -54,114 +66,199 @@ def missing_shards(storage: Storage, schema: StoreSchema) -> list[int]:
     return [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
 
 
-def forward_batch(
-    capture: Capture, settings: CaptureSettings, dtype: torch.dtype, rows: TokenRows, batch: Sequence[int]
-) -> CapturedStates:
-    """Run one batch of a shard's rows, padded right to its longest; return states (B, longest, H) on the CPU.
-
-    States of a device are cast to the cache ``dtype`` there, which halves what is copied.
-    """
+def padded_batch(rows: TokenRows, batch: Sequence[int], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and the attention mask (B, longest) int64 of some rows of a shard, padded right."""
     width = max(1, *(rows.lengths[row] for row in batch))
-    ids = torch.full((len(batch), width), settings.pad_token_id)
+    ids = torch.full((len(batch), width), pad_token_id)
     attention = torch.zeros((len(batch), width), dtype=torch.int64)
     for position, row in enumerate(batch):
         length = rows.lengths[row]
         ids[position, :length] = torch.from_numpy(rows.ids[row].astype(np.int64))
         attention[position, :length] = 1
-    states = capture(ids.to(settings.device), attention.to(settings.device))
-    last = _to_host(states.last, dtype)
-    layers = tuple(last if layer is states.last else _to_host(layer, dtype) for layer in states.layers)
-    return CapturedStates(layers, last)
+    return ids, attention
 
 
-def _to_host(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return states if states.device.type == "cpu" else states.to(dtype).cpu()
+@dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What the capture of every shard has in common. ``objects`` are those of a shard that this rank writes."""
+
+    storage: Storage
+    record: StoreRecord
+    capture: Capture
+    settings: CaptureSettings
+    objects: Sequence[StateObject]
+    pipeline: EncodePipeline
+    copies: HostCopies
+    profile: Profile
+
+    @property
+    def shared_slot(self) -> int | None:
+        """The layer slot whose states are the last hidden states themselves."""
+        ids, last = self.record.schema.layer_ids, self.settings.last_layer
+        return ids.index(last) if last in ids else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the target's embedding: an id at or past it would end a CUDA device's whole context."""
+        return cast(int, self.record.manifest["target_vocab_size"])
+
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor) -> HostCopy:
+        """Run one batch, and start the copy of its states to the host."""
+        device = self.settings.device
+        check_ids(ids, self.vocab_size)
+        with self.profile.timed("forward"):
+            states = self.capture(ids.to(device), attention.to(device))
+        return self.copies.start(states)
+
+    def run_dummy(self) -> None:
+        """Take part in a forward without work of one's own; what comes out is dropped."""
+        ids = torch.full((1, _DUMMY_TOKENS), self.settings.pad_token_id)
+        self.forward(ids, torch.ones_like(ids)).wait()
 
 
 class ShardCapture:
-    """Runs shards of a store through the target."""
+    """One shard on its way through the target: batch by batch, then its objects, then the commit."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        record: StoreRecord,
-        capture: Capture,
-        settings: CaptureSettings,
-        pipeline: EncodePipeline,
-    ) -> None:
-        self._storage = storage
-        self._record = record
-        self._capture = capture
-        self._settings = settings
-        self._pipeline = pipeline
-        layer_ids = record.schema.layer_ids
-        last = settings.last_layer
-        self._shared_slot = layer_ids.index(last) if last in layer_ids else None
+    def __init__(self, context: CaptureContext, shard: int) -> None:
+        self._context = context
+        self.shard = shard
+        self._rows = read_token_shard(context.storage, context.record, shard)
+        self._batches = deque(batches_of(self._rows.lengths, context.settings.batch_size))
+        self._copies: deque[tuple[HostCopy, Sequence[int]]] = deque()
+        self._writer: StateShardWriter | None = None
+        if context.objects:
+            self._writer = StateShardWriter(
+                context.storage,
+                context.record,
+                shard,
+                rows=len(self._rows),
+                tokens=self._rows.digest,
+                pipeline=context.pipeline,
+                shared_slot=context.shared_slot,
+                objects=context.objects,
+            )
 
-    def run(self, shard: int, on_batch: Callable[[int], None]) -> ShardReport:
-        """Capture and commit one shard; ``on_batch`` is told the valid tokens of every batch."""
-        rows = read_token_shard(self._storage, self._record, shard)
-        writer = StateShardWriter(
-            self._storage,
-            self._record,
-            shard,
-            rows=len(rows),
-            tokens=rows.digest,
-            pipeline=self._pipeline,
-            shared_slot=self._shared_slot,
-        )
-        try:
-            for batch in batches_of(rows.lengths, self._settings.batch_size):
-                states = forward_batch(
-                    self._capture, self._settings, self._record.schema.dtype.torch_dtype, rows, batch
-                )
+    @property
+    def captured(self) -> bool:
+        """Whether every batch has been run."""
+        return not self._batches
+
+    def step(self) -> int:
+        """Run the next batch; return its valid tokens."""
+        batch = self._batches.popleft()
+        copy = self._context.forward(*padded_batch(self._rows, batch, self._context.settings.pad_token_id))
+        if self._writer is not None:
+            self._copies.append((copy, batch))
+            self._store_copies(self._context.copies.depth)
+            self._check_finite()
+        return sum(self._rows.lengths[row] for row in batch)
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of the shard."""
+        return sum(self._rows.lengths)
+
+    def finish(self, progress: Callable[[], None]) -> FinishedObjects | None:
+        """Make this rank's objects durable, telling ``progress`` of each; None when it writes none."""
+        if self._writer is None:
+            return None
+        self.drain()
+        return self._writer.finish(progress)
+
+    def drain(self) -> None:
+        """Wait until all states are encoded; NonFiniteError where the job is to stop at values that are not finite."""
+        if self._writer is not None:
+            self._store_copies(0)
+            self._context.pipeline.flush()
+            self._check_finite()
+
+    def abort(self) -> None:
+        """Drop the shard; nothing of it was visible."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _store_copies(self, keep: int) -> None:
+        profile = self._context.profile
+        while self._writer is not None and len(self._copies) > keep:
+            copy, batch = self._copies.popleft()
+            with profile.timed("copy"):
+                states = copy.wait()
+            with profile.timed("wait"):
                 for position, row in enumerate(batch):
-                    length = rows.lengths[row]
-                    layers = [layer[position, :length] for layer in states.layers]
-                    writer.add(row, layers, states.last[position, :length])
-                self._check_finite(writer, shard)
-                on_batch(sum(rows.lengths[row] for row in batch))
-            self._pipeline.flush()
-            self._check_finite(writer, shard)
-            return writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
+                    self._add(self._writer, states, position, row)
 
-    def _check_finite(self, writer: StateShardWriter, shard: int) -> None:
-        bad = writer.nonfinite_rows()
-        if bad and self._settings.stop_on_nonfinite:
-            sample = shard * self._record.schema.shard_size + min(bad)
+    def _add(self, writer: StateShardWriter, states: StageStates, position: int, row: int) -> None:
+        length = self._rows.lengths[row]
+        layers: list[torch.Tensor | None] = [None] * self._context.record.schema.num_layers
+        for slot, layer in zip(states.slots, states.layers, strict=True):
+            layers[slot] = layer[position, :length]
+        writer.add(row, layers, None if states.last is None else states.last[position, :length])
+
+    def _check_finite(self) -> None:
+        bad = self._writer.nonfinite_rows() if self._writer is not None else set()
+        if bad and self._context.settings.stop_on_nonfinite:
+            schema = self._context.record.schema
             raise NonFiniteError(
-                f"states of sample {sample} are not finite in {self._record.schema.dtype.name}; "
+                f"states of sample {self.shard * schema.shard_size + min(bad)} are not finite in {schema.dtype.name}; "
                 "use --on-nonfinite mark to keep going, or another --dtype"
             )
 
 
-def capture_states(
-    storage: Storage,
-    record: StoreRecord,
-    capture: Capture,
-    settings: CaptureSettings,
-    pipeline: EncodePipeline,
-    lengths: Sequence[int],
-) -> CaptureReport:
-    """Capture and commit every missing shard. ``lengths`` are the tokens of all N samples, for the progress."""
-    shards = missing_shards(storage, record.schema)
-    counts = {shard: sum(lengths[row] for row in record.schema.tokens.rows(shard)) for shard in shards}
-    todo, everything = sum(counts.values()), sum(lengths)
-    job = ShardCapture(storage, record, capture, settings, pipeline)
-    started = time.monotonic()
-    finished_tokens = stored = 0
-    with Progress("capture", everything, "tokens", everything - todo) as progress:
-        for shard in shards:
-            note = _note(stored, finished_tokens, todo, time.monotonic() - started)
-            stored += job.run(shard, lambda tokens, note=note: progress.advance(tokens, note)).stored_bytes  # type: ignore[misc]
-            finished_tokens += counts[shard]
-    return CaptureReport(len(shards), todo, stored, time.monotonic() - started)
+@dataclass(frozen=True, slots=True)
+class CaptureEvents:
+    """What a capture tells: the valid tokens of every batch, the valid tokens and stored bytes of every commit.
+
+    ``before_commit`` is asked before objects become visible, ``check`` between batches; both may raise to stop.
+    ``pause`` is called when there is nothing to do for the moment.
+    """
+
+    batch: Callable[[int], None]
+    committed: Callable[[int, int], None]
+    before_commit: Callable[[], None]
+    check: Callable[[], None]
+    pause: Callable[[], None]
 
 
-def _note(stored: int, tokens: int, todo: int, seconds: float) -> str:
-    if not stored:
-        return "size to come not known yet"
-    return f"{size_text(stored / seconds)}/s written, about {size_text(stored / tokens * todo)} in all"
+def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -> None:
+    """Take shards as they become free, capture and commit them, until there are none left."""
+    shard: ShardCapture | None = None
+    try:
+        while True:
+            if shard is None and not crew.over:
+                number = crew.next_shard()
+                shard = None if number is None else ShardCapture(context, number)
+            wish = Activity.OVER if crew.over else Activity.WAITING
+            activity = crew.agree(Activity.WORKING if shard is not None else wish)
+            if activity is Activity.OVER:
+                return
+            if activity is Activity.WAITING:
+                with context.profile.timed("wait"):
+                    events.pause()
+            elif shard is None:
+                context.run_dummy()
+            else:
+                events.batch(shard.step())
+                crew.progress()
+                if shard.captured:
+                    with context.profile.timed("commit"):
+                        _commit(context, crew, shard, events)
+                    shard = None
+            events.check()
+    except BaseException:
+        if shard is not None:
+            shard.abort()
+        raise
+
+
+def _commit(context: CaptureContext, crew: Crew, shard: ShardCapture, events: CaptureEvents) -> None:
+    shard.drain()
+    if not crew.may_commit():  # asked first: the job may be over by now, and its lock given back
+        shard.abort()
+        return
+    events.before_commit()
+
+    def publish(parts: Sequence[FinishedObjects]) -> None:
+        report = publish_states(context.storage, context.record.schema, shard.shard, parts)
+        events.committed(shard.tokens, report.stored_bytes)
+
+    crew.commit(shard.shard, shard.finish(crew.progress), publish)

@@ -39,6 +39,10 @@ from dspark_store.target import (
     text_config,
     validate_target_layer_ids,
 )
+from dspark_store.target.depth import cut_target_config, resolve_reduced_target_layers
+from dspark_store.target.limits import check_fits
+from dspark_store.target.parallel import ParallelPlan, ReduceDtype
+from dspark_store.target.source import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Job:
     pad_token_id: int
     compute_dtype: torch.dtype
     new_record: StoreRecord
+    num_layers: int | None = None
+    """How many of the target's first layers are loaded, None for the whole target."""
 
     @property
     def manifest(self) -> Manifest:
@@ -104,8 +110,13 @@ def plan_job(config: PrecomputeConfig) -> Job:
     device = config.resolved_device
     compute_dtype = resolve_compute_dtype(config.compute_dtype, device)
     target_config = load_target_config(target)
+    depth = int(text_config(target_config).num_hidden_layers)
+    num_layers = resolve_reduced_target_layers(depth, config.target_num_hidden_layers)
+    if num_layers is not None:
+        target_config = cut_target_config(target_config, num_layers)
     layer_ids = _layer_ids(config, text_config(target_config))
     tokenizer = load_tokenizer(target)
+    check_fits(text_config(target_config), config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
     apply_chat_template_option(tokenizer, config.chat_template)
     source = ChatSource(
         config.input_data,
@@ -118,8 +129,39 @@ def plan_job(config: PrecomputeConfig) -> Job:
         num_workers=config.num_workers,
     )
     pad = _pad_token_id(tokenizer)
-    record = _new_record(config, target, target_config, tokenizer, source, layer_ids, pad, compute_dtype)
-    return Job(config, target, source, pad, compute_dtype, record)
+    record = _new_record(config, target, target_config, tokenizer, source, layer_ids, pad, compute_dtype, depth)
+    return Job(config, target, source, pad, compute_dtype, record, num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """How a job's ranks share the target, and how many of its first layers they load, None for all."""
+
+    plan: ParallelPlan
+    num_layers: int | None
+
+
+def plan_target(config: PrecomputeConfig, world_size: int) -> TargetShape:
+    """Decide how ``world_size`` ranks share the target, from its configuration alone.
+
+    ValueError naming the axis when the target cannot be shared out so.
+    """
+    if config.device_map is not None and world_size > 1:
+        raise ValueError(f"device-map {config.device_map} places the target in one process: run it without torchrun")
+    source = TargetSource(config.target_model, config.trust_remote_code)
+    model_type = read_model_type(source)
+    text = text_config(load_target_config(source))
+    num_layers = resolve_reduced_target_layers(int(text.num_hidden_layers), config.target_num_hidden_layers)
+    plan = ParallelPlan(
+        world_size,
+        fsdp=config.resolved_fsdp_size(model_type, world_size),
+        tp=config.tp_size,
+        ep=config.ep_size,
+        pp=config.pp_size,
+        reduce_dtype=cast(ReduceDtype, config.reduce_dtype),
+    )
+    plan.check(text, num_layers=num_layers, gguf=locate(source).gguf_file is not None)
+    return TargetShape(plan, num_layers)
 
 
 def check_identity(recorded: StoreRecord, job: Job) -> None:
@@ -155,6 +197,7 @@ def _new_record(
     layer_ids: list[int],
     pad_token_id: int,
     compute_dtype: torch.dtype,
+    depth: int,
 ) -> StoreRecord:
     text = text_config(target_config)
     dtype = cache_dtype(config.dtype)
@@ -193,6 +236,8 @@ def _new_record(
         "codec": config.codec,
         "chunk_tokens": chunk_tokens,
     }
+    if depth != text.num_hidden_layers:
+        identity["target_num_hidden_layers_full"] = depth
     schema = StoreSchema(
         num_samples=0,
         shard_size=config.shard_size,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
 
+_NOTE_SECONDS = 0.2
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -34,6 +37,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
         terminal = sys.stderr.isatty()
+        self._noted = 0.0
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -50,6 +54,13 @@ class Progress:
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(units)
+
+    def reach(self, units: int, note: Callable[[], str]) -> None:
+        """Show that ``units`` are done in all, and ``note`` behind the bar, a few times a second."""
+        if time.monotonic() - self._noted >= _NOTE_SECONDS:
+            self._noted = time.monotonic()
+            self._bar.set_postfix_str(note(), refresh=False)
+        self._bar.update(units - self._bar.n)
 
     def __enter__(self) -> Self:
         return self

@@ -9,13 +9,14 @@ import torch
 
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.precompute.batches import batches_of
-from dspark_store.precompute.capture import Capture, CaptureSettings, forward_batch
+from dspark_store.precompute.capture import CaptureSettings, padded_batch
 from dspark_store.readers.cache import Cache
+from dspark_store.target.capture import TargetCapture
 from dspark_store.writers.tokens import read_token_shard
 
 
 def recompute(
-    cache: Cache, capture: Capture, settings: CaptureSettings, samples: Sequence[int]
+    cache: Cache, capture: TargetCapture, settings: CaptureSettings, samples: Sequence[int]
 ) -> Iterator[tuple[int, float]]:
     """Yield, for each sample, its index and the largest difference between stored and recomputed states.
 
@@ -29,7 +30,8 @@ def recompute(
         for batch in batches_of(rows.lengths, settings.batch_size):
             if not wanted.keys() & set(batch):
                 continue
-            states = forward_batch(capture, settings, cache.dtype, rows, batch)
+            ids, attention = padded_batch(rows, batch, settings.pad_token_id)
+            states = capture(ids.to(settings.device), attention.to(settings.device))
             for position, row in enumerate(batch):
                 if row in wanted:
                     length = rows.lengths[row]
@@ -44,6 +46,6 @@ def _difference(cache: Cache, sample: int, fresh: Sequence[torch.Tensor]) -> flo
         0.0
         if torch.equal(old.view(torch.uint8), new.view(torch.uint8))
         else float((old.double() - new.double()).abs().max())
-        for old, new in ((old, new.to(cache.dtype).contiguous()) for old, new in zip(stored, fresh, strict=True))
+        for old, new in ((old, new.to(cache.dtype).cpu().contiguous()) for old, new in zip(stored, fresh, strict=True))
     ]
     return max(differences)

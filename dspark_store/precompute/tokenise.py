@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from dspark_store.format.manifest import StoreRecord
@@ -13,8 +13,12 @@ from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import TokenRows, token_ledger, write_token_shard
 
 
-def tokenise(storage: Storage, record: StoreRecord, source: Source) -> StoreRecord:
+def tokenise(
+    storage: Storage, record: StoreRecord, source: Source, check: Callable[[], None] = lambda: None
+) -> StoreRecord:
     """Write the token shards that the store lacks, then settle N and enter the states phase.
+
+    ``check`` is called after every shard, and may raise to stop.
 
     Every ledger row holds the cursor into the source after its shard, so a killed phase goes on where it was, and a
     hole is filled by reading just its records.
@@ -39,6 +43,7 @@ def tokenise(storage: Storage, record: StoreRecord, source: Source) -> StoreReco
                 tokens += sum(rows.lengths)
             progress.advance(count, f"{tokens:,} new tokens")
             shard += 1
+            check()
     if shard == 0:
         raise SourceError("the source has no samples")
     return settle_tokens(storage, record)

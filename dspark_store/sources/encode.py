@@ -1,6 +1,8 @@
 """From the text of one row to its sample, here or in worker processes."""
 
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -103,7 +105,16 @@ _encoder_here: list[Encoder] = []  # the one encoder of a worker process, put th
 
 
 def _start_worker(settings: EncoderSettings) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder_here.append(Encoder(settings))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone: its queues alone would keep it waiting for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_task(rows: tuple[RawRow, ...]) -> _Encoded:

@@ -1,6 +1,6 @@
 """The frozen model: which layers are captured, how it is loaded, what is taken from it."""
 
-from dspark_store.target.capture import CapturedStates, TargetCapture
+from dspark_store.target.capture import CapturedStates, StageStates, TargetCapture
 from dspark_store.target.facts import head_facts, rebuild_config, target_config_json, target_weights
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
@@ -13,10 +13,14 @@ from dspark_store.target.load import (
     resolve_compute_dtype,
     text_config,
 )
+from dspark_store.target.parallel import ParallelPlan, RankPlace
 from dspark_store.target.source import TargetSource
 
 __all__ = [
     "CapturedStates",
+    "ParallelPlan",
+    "RankPlace",
+    "StageStates",
     "TargetCapture",
     "TargetSource",
     "build_target_layer_ids",

@@ -34,6 +34,19 @@ class CapturedStates:
     last: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StageStates:
+    """The states of one batch that this rank holds: all of them, or those of its pipeline stage.
+
+    `slots` are ascending positions in the layer ids, and `layers` the tensors (B, S, H) for them. `last` (B, S, H) is
+    None on a rank that does not run the final norm.
+    """
+
+    slots: tuple[int, ...]
+    layers: tuple[Tensor, ...]
+    last: Tensor | None
+
+
 class TargetCapture:
     """Runs a target and returns the states of chosen layers."""
 
@@ -43,7 +56,7 @@ class TargetCapture:
         Raises ValueError when the model has no decoder layers or no final norm under a known name, or when the layer
         ids do not fit it.
         """
-        self._base, self._layers = _find_base_model(model)
+        self._base, self._layers = find_base_model(model)
         self._norm = _find_final_norm(self._base)
         self.num_layers = len(self._layers)
         self.layer_ids = tuple(validate_target_layer_ids(layer_ids, self.num_layers, explicit=False))
@@ -127,8 +140,11 @@ def _averaged_streams(state: Tensor) -> Tensor:
     return state.mean(dim=2) if state.dim() == 4 else state
 
 
-def _find_base_model(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """Search breadth first for the module that owns the decoder layers."""
+def find_base_model(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Search breadth first for the module that owns the decoder layers; return it and its layers in order.
+
+    Raises ValueError when there is none under a known name.
+    """
     queue, seen = deque([model]), {id(model)}
     while queue:
         module = queue.popleft()

@@ -1,6 +1,7 @@
 """What a draft must know of its target beside the states: the two vocabulary tables, the head, the configuration."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -28,7 +29,7 @@ def head_facts(model_or_config: PreTrainedModel | PretrainedConfig) -> dict[str,
     """
     model = model_or_config
     if isinstance(model, PretrainedConfig):
-        model = _model_without_weights(model)
+        model = model_without_weights(model)
     config = text_config(model.config)
     embedding, head = _vocabulary_modules(model)
     return {
@@ -36,20 +37,22 @@ def head_facts(model_or_config: PreTrainedModel | PretrainedConfig) -> dict[str,
         "logit_scale": _scale(_logit_scale(config)),
         "final_logit_softcapping": _number(config, "final_logit_softcapping", "logits_soft_cap"),
         "embedding_scale": _scale(_embedding_scale(embedding, config)),
-        "tied": embedding.weight is head.weight,
+        "tied": _are_tied(model, embedding, head),
     }
 
 
 def target_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the weights of the input embedding (V, H) and of the head (V, H), and the head's bias (V,) or None.
 
-    They are the model's own tensors, not copies: tied weights are one storage. The embedding is unscaled.
+    They are the model's own tensors, not copies, except where a device map offloaded them; tied weights are one
+    tensor. The embedding is unscaled.
 
     Raises ValueError naming the side that has no weight of two dimensions.
     """
     embedding, head = _vocabulary_modules(model)
-    bias = getattr(head, "bias", None)
-    return _table(embedding), _table(head), bias.detach() if isinstance(bias, Tensor) else None
+    embed, _ = _tables(embedding)
+    table, bias = _tables(head)
+    return embed, embed if _are_tied(model, embedding, head) else table, bias
 
 
 def target_config_json(config: PretrainedConfig) -> dict[str, JsonValue]:
@@ -76,10 +79,15 @@ def rebuild_config(fields: dict[str, JsonValue]) -> PretrainedConfig:
             f"target configuration has model_type={model_type!r}, which the installed transformers does not know: "
             "install a version that does"
         ) from error
-    return config_class.from_dict(decoded)
+    layer_types = list(decoded.get("layer_types") or ())
+    config = config_class.from_dict(decoded)
+    if layer_types:
+        config.layer_types = layer_types  # Gemma 4 replaces the last one where a target was cut at another type
+    return config
 
 
-def _model_without_weights(config: PretrainedConfig) -> PreTrainedModel:
+def model_without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the causal language model of `config` on the meta device, where tensors have shapes and no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # untyped in transformers
     return cast(PreTrainedModel, model)
@@ -98,8 +106,26 @@ def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return cast(nn.Module, embedding), cast(nn.Module, head)
 
 
-def _table(module: nn.Module) -> Tensor:
-    return cast(Tensor, module.weight).detach()
+def _are_tied(model: PreTrainedModel, embedding: nn.Module, head: nn.Module) -> bool:
+    if embedding.weight is head.weight or not hasattr(head, "_hf_hook"):
+        return embedding.weight is head.weight
+    name = next(name for name, module in model.named_modules() if module is head)
+    return f"{name}.weight" in model.all_tied_weights_keys  # a forward gives offloaded modules new parameters
+
+
+def _tables(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a module, brought into memory when a device map keeps them elsewhere."""
+    with _in_memory(module):
+        bias = getattr(module, "bias", None)
+        return cast(Tensor, module.weight).detach(), bias.detach() if isinstance(bias, Tensor) else None
+
+
+def _in_memory(module: nn.Module) -> AbstractContextManager[None]:
+    if not hasattr(module, "_hf_hook"):
+        return nullcontext()
+    from accelerate.utils import align_module_device  # it is what offloaded the module
+
+    return cast("AbstractContextManager[None]", align_module_device(module))
 
 
 def _logit_scale(config: PretrainedConfig) -> float | None:

@@ -1,9 +1,11 @@
 """Loading the target through transformers: configuration, tokenizer, weights."""
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +20,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dspark_store.target.depth import cut_target_config
 from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
+
+logger = logging.getLogger(__name__)
 
 _REFUSED_MODEL_TYPES = frozenset({"minimax_m3_vl"})
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ROPE_DIM = "qk_rope_head_dim"
+_ROPE_DIM_OVERWRITTEN = frozenset({"glm_moe_dsa"})
 _NAMES_SHOWN = 5
 
 
@@ -43,7 +50,7 @@ def read_model_type(source: TargetSource) -> str:
 
 
 def load_target_config(source: TargetSource) -> PretrainedConfig:
-    """Load the configuration, without weights.
+    """Load the configuration, without weights; see also `restore_rope_dim`.
 
     Raises ValueError, in one line that names the model, when it is unknown or unsupported.
     """
@@ -52,9 +59,24 @@ def load_target_config(source: TargetSource) -> PretrainedConfig:
     location = locate(source)
     with one_line_errors(source, "configuration"):
         if location.gguf_file is not None:  # reading the header once more would take seconds
-            return AutoConfig.for_model(**fields)
-        config = AutoConfig.from_pretrained(location.name, trust_remote_code=source.trust_remote_code)
-        return cast(PretrainedConfig, config)
+            config: PretrainedConfig = AutoConfig.for_model(**fields)
+        else:
+            config = AutoConfig.from_pretrained(location.name, trust_remote_code=source.trust_remote_code)
+    restore_rope_dim(config, fields)
+    return config
+
+
+def restore_rope_dim(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
+    """Give a GLM configuration the `qk_rope_head_dim` of its raw `fields`, in place.
+
+    Versions of transformers whose attribute map makes one attribute of `head_dim` and `qk_rope_head_dim` keep
+    whichever the file names last. NeMo Automodel repairs GLM-5.2 so; where the value is right this changes nothing.
+    """
+    raw = fields.get(_ROPE_DIM)
+    if config.model_type not in _ROPE_DIM_OVERWRITTEN or raw is None or raw == getattr(config, _ROPE_DIM, None):
+        return
+    setattr(config, _ROPE_DIM, raw)
+    config.qk_head_dim = config.qk_nope_head_dim + raw
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -88,20 +110,39 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_target(
-    source: TargetSource, *, dtype: torch.dtype, device: torch.device, attn_implementation: str | None = None
+    source: TargetSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str | None = None,
+    num_layers: int | None = None,
+    device_map: str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """Load the target as a causal language model, frozen and in eval mode.
 
     The weights are read as `dtype`; buffers such as `inv_freq` stay float32, which a cast of the loaded model would
     round. GGUF blocks are unpacked to `dtype`. `attn_implementation` is a name that transformers knows (eager, sdpa,
-    flash_attention_2, ...), None for its choice.
+    flash_attention_2, ...), None for its choice. `num_layers` cuts the target to its first layers, and only their
+    weights are read; see `cut_target_config`.
+
+    With a `device_map`, such as "auto", accelerate spreads the weights over the devices, the host's memory and the
+    disk, `device` is not looked at, and inputs belong on `input_device`. `max_memory` bounds it by device ("cpu" is the
+    host); weights that are not kept as the checkpoint has them go to `offload_folder` when they go to disk.
 
     Raises ValueError, in one line that names the model, when it is unknown or unsupported, does not offer the attention
-    implementation, or when a weight is absent from the checkpoint or has another shape.
+    implementation, or when a weight is absent from the checkpoint or has another shape; and ImportError when a device
+    map is given without accelerate.
     """
     config = load_target_config(source)
+    if num_layers is not None:
+        depth = text_config(config).num_hidden_layers
+        config = cut_target_config(config, num_layers)
+        if num_layers < depth:
+            logger.warning("loading only the first %d of the target's %d layers (a diagnostic cut)", num_layers, depth)
     location = locate(source)
-    placement = _placement(device)
+    placement = _placement(device) if device_map is None else _mapped(device_map, max_memory, offload_folder)
     what = "weights" if attn_implementation is None else f"weights (attention {attn_implementation!r})"
     with one_line_errors(source, what):
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -117,12 +158,20 @@ def load_target(
             **placement,
         )
     target, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-    _refuse_unloaded_weights(source, info)
+    refuse_unloaded_weights(source, info)
     if not placement:
         target.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its overloads
     target.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
     target.requires_grad_(False)
     return target
+
+
+def input_device(target: PreTrainedModel) -> torch.device:
+    """The device on which the target's embedding runs, and to which inputs go; not where offloaded weights lie."""
+    embedding = target.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)  # accelerate's, on the modules that a device map placed
+    device = getattr(hook, "execution_device", None)
+    return cast(torch.Tensor, embedding.weight).device if device is None else torch.device(device)
 
 
 def _config_fields(source: TargetSource) -> dict[str, Any]:
@@ -160,7 +209,19 @@ def _placement(device: torch.device) -> dict[str, Any]:
     return {"device_map": {"": device}}
 
 
-def _refuse_unloaded_weights(source: TargetSource, info: Mapping[str, Any]) -> None:
+def _mapped(
+    device_map: str, max_memory: Mapping[int | str, int | str] | None, offload_folder: str | PathLike[str] | None
+) -> dict[str, Any]:
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError(
+            f"device_map {device_map!r} needs accelerate, not installed: pip install 'dspark-store[accelerate]'"
+        )
+    folder = {} if offload_folder is None else {"offload_folder": str(offload_folder)}
+    return {"device_map": device_map, "max_memory": max_memory and dict(max_memory), **folder}
+
+
+def refuse_unloaded_weights(source: TargetSource, info: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the weights that transformers' loading `info` says are absent or of another shape."""
     missing = sorted(str(name) for name in info["missing_keys"])
     mismatched = sorted(str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"])
     if missing:

@@ -1,12 +1,11 @@
 """A precompute that tests kill and resume, and what must be true of its store at every step."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zarr
@@ -15,75 +14,53 @@ from dspark_store import open_cache
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers.states import state_ledger
 from dspark_store.writers.tokens import token_ledger
-from tests.crash.zygote import Order, Outcome, order_text, outcome_of
+from tests.crash.launch import Running, zygote
+from tests.crash.orders import Outcome
 from tests.tiny import save_target_dir, tiny_llama, write_chats
 
 KILLED = -9
-SAMPLES, SHARD_SIZE, BATCH_SIZE = 10, 4, 2
+SHARD_SIZE, BATCH_SIZE = 4, 2
 LAST_LAYER_SLOT = 2
-_BATCHES = (2, 2, 1)
-_ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Storm:
-    """One job on tiny data: three shards, the last one short, two batches a shard, two chunks a long sample.
+    """One job on tiny data: two batches a shard, the last one short, two chunks a long sample.
 
-    ``reference`` is the outcome of a run that nobody disturbed, in the store ``whole``.
+    ``samples`` are 4 a shard. ``reference`` is the outcome of a run that nobody disturbed, in the store ``whole``.
     """
 
     place: Path
-    tied: bool
-    _started: int = 0
-    _zygote: "subprocess.Popen[str]" = field(init=False)
+    tied: bool = False
+    samples: int = 10
+    flags: Sequence[object] = ()
     reference: Outcome = field(init=False)
 
     def __enter__(self) -> "Storm":
         save_target_dir(self.place / "target", tiny_llama(tie_word_embeddings=self.tied))
-        write_chats(self.place / "chats.jsonl", SAMPLES)
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=_ROOT,
-            env=environment,
-        )
+        write_chats(self.place / "chats.jsonl", self.samples)
         self.reference = self.run(self.whole)
         assert self.reference.exit_code == 0, self.reference.log
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pipe in (self._zygote.stdin, self._zygote.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._zygote.kill()
-        self._zygote.wait()
+        """Leave the files to pytest."""
 
     @property
-    def whole(self) -> Path:
-        return self.place / "whole"
+    def batches(self) -> list[int]:
+        """Batches of each shard."""
+        sizes = [min(SHARD_SIZE, self.samples - first) for first in range(0, self.samples, SHARD_SIZE)]
+        return [-(-size // BATCH_SIZE) for size in sizes]
 
-    def run(self, store: Path, *, kill_after: float | None = None, kill_at: int | None = None) -> Outcome:
-        """Run the precompute with --resume in a forked process."""
-        self._started += 1
-        order = Order(
-            arguments=self._arguments(store),
-            store=str(store),
-            trace=str(self.place / f"{self._started}.trace"),
-            log=str(self.place / f"{self._started}.log"),
-            kill_after=kill_after,
-            kill_at=kill_at,
-        )
-        if self._zygote.stdin is None or self._zygote.stdout is None:
-            raise RuntimeError("the zygote was started without pipes")
-        self._zygote.stdin.write(order_text(order))
-        self._zygote.stdin.flush()
-        return outcome_of(order, self._zygote.stdout.readline())
+    def run(self, store: Path, *flags: object, **what: Any) -> Outcome:
+        """Run the precompute with --resume in forked processes; ``what`` befalls it is in `Order`."""
+        return self.start(store, *flags, **what).wait()
 
-    def _arguments(self, store: Path) -> list[str]:
+    def start(self, store: Path, *flags: object, **what: Any) -> Running:
+        """Start the same."""
+        return zygote().start([*self._arguments(store), *flags], store, **what)
+
+    def _arguments(self, store: Path) -> list[object]:
         settings = {
             "target-model": self.place / "target",
             "input-data": self.place / "chats.jsonl",
@@ -95,21 +72,30 @@ class Storm:
             "device": "cpu",
             "encode-threads": 2,
         }
-        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        return [*flags, "--target-layer-ids", "1", "2", "3", "--resume"]
+        flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        return [*flags, "--target-layer-ids", 1, 2, 3, "--resume", *self.flags]
 
-    def resume(self, store: Path) -> None:
+    @property
+    def whole(self) -> Path:
+        return self.place / "whole"
+
+    def resume(self, store: Path, *flags: object, world: int = 1) -> Outcome:
         """Check a store that was killed, resume it undisturbed, and check that it is the whole one."""
         self.check_refused_unless_complete(store)
         captured, files = committed_states(store), _committed_files(store)
-        outcome = self.run(store)
-        assert outcome.exit_code == 0, outcome.log
+        outcome = self.run(store, *flags, world=world)
+        assert outcome.exit_codes == [0] * world, outcome.log
         self.check_only_missing_shards_ran(outcome, captured)
         assert files.items() <= _committed_files(store).items()
+        self.check_whole(store)
+        return outcome
+
+    def check_whole(self, store: Path) -> None:
+        """Check that a store is the one of the undisturbed run, byte by byte, and value by value to zarr-python."""
         assert_same_files(_contents(store), self.whole_contents)
         assert_same_arrays(_arrays(store), self.whole_arrays)
         shared = store / "target_hidden_states"
-        for shard in range(len(_BATCHES)):
+        for shard in range(len(self.batches)):
             last = store / f"target_last_hidden_states/c.{shard}.0.0"
             assert last.samefile(shared / f"c.{shard}.0.{LAST_LAYER_SLOT}")
 
@@ -119,8 +105,8 @@ class Storm:
             cache = open_cache(store)
         except (FileNotFoundError, ValueError):
             return
-        storage, schema = LocalStorage(store), cache.schema
-        assert token_ledger(storage).committed() == state_ledger(storage, schema).committed() == [0, 1, 2]
+        storage, schema, shards = LocalStorage(store), cache.schema, list(range(len(self.batches)))
+        assert token_ledger(storage).committed() == state_ledger(storage, schema).committed() == shards
         assert_same_arrays(_arrays(store), self.whole_arrays)
 
     @cached_property
@@ -131,11 +117,12 @@ class Storm:
     def whole_arrays(self) -> dict[str, np.ndarray]:
         return _arrays(self.whole)
 
-    @staticmethod
-    def check_only_missing_shards_ran(outcome: Outcome, captured: set[int]) -> None:
-        missing = [shard for shard in range(len(_BATCHES)) if shard not in captured]
-        assert outcome.shards == tuple(missing)
-        assert outcome.forwards == sum(_BATCHES[shard] for shard in missing)
+    def check_only_missing_shards_ran(self, outcome: Outcome, captured: set[int]) -> None:
+        """Check that an undisturbed run did each missing shard once, a single worker in order."""
+        missing = [shard for shard in range(len(self.batches)) if shard not in captured]
+        assert sorted(outcome.shards) == missing
+        assert len(outcome.ranks) > 1 or outcome.shards == tuple(missing)
+        assert outcome.forwards == sum(self.batches[shard] for shard in missing)
 
 
 def committed_states(store: Path) -> set[int]:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from dspark_store import open_cache
+from tests.crash.orders import Strike
 from tests.crash.storm import KILLED, Storm, committed_states
 
 SEED = 20
@@ -43,7 +44,7 @@ def kill_at_random_instants(storm, store, kills):
     rng = random.Random(SEED)
     for kill in range(kills):
         captured = committed_states(store)
-        outcome = storm.run(store, kill_after=rng.uniform(0, storm.reference.seconds))
+        outcome = storm.run(store, strike=Strike(after=rng.uniform(0, storm.reference.seconds)))
         assert outcome.exit_code in (KILLED, 0), outcome.log
         assert captured.isdisjoint(outcome.shards)
         if kill % 3 == 2:

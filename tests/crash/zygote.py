@@ -1,82 +1,132 @@
-"""A process that has imported everything and forks a child for each precompute, which starts at once and may be killed.
+"""A process that has imported everything and forks the ranks of each precompute, which start at once and may be killed.
 
-Run as a script: a line of JSON on standard input is one run (`Order`), a line on standard output its outcome: the
-child's wait status and its seconds. Nothing here computes with torch before a fork, so no thread is lost in one.
+Run as a script: a line of JSON on standard input is one job (`Order`), whose outcome (`Ends`) is put where that says.
+Jobs run beside one another. Nothing here computes with torch before a fork, so no thread is lost in one.
 """
 
-import dataclasses
+import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import transformers
 
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.capture import ShardCapture
-from dspark_store.target.capture import CapturedStates, TargetCapture
-from dspark_store.writers.states import ShardReport
+from tests.crash.orders import Ends, Order
+from tests.crash.traces import trace_and_plant
 
-COUNTED_CALLS = ("fsync", "replace", "link", "unlink", "mkdir")
-"""The system calls of which every publish consists; each one inside the store is a possible last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One run: the command's arguments, and at most one way to be killed.
-
-    ``trace`` is a file that gets a line for every counted call, shard and forward; ``log`` one for all output.
-    ``kill_after`` is in seconds; ``kill_at`` kills in place of the n-th counted call, counted from 1.
-    """
-
-    arguments: list[str]
-    store: str
-    trace: str
-    log: str
-    kill_after: float | None = None
-    kill_at: int | None = None
+_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_POLL_SECONDS = 0.005
+_ORPHANS_SECONDS = 20.0
 
 
 def serve() -> None:
-    """Run orders until standard input ends."""
-    _ = transformers.LlamaForCausalLM, transformers.AutoTokenizer  # transformers imports its classes when asked for
+    """Start jobs until standard input ends."""
+    _ = transformers.LlamaForCausalLM, transformers.Qwen3MoeForCausalLM  # transformers imports its classes when asked
+    _ = transformers.AutoTokenizer
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         raise RuntimeError(f"{threads} threads run before the first fork, expected 1")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        print(json.dumps(_run(Order(**json.loads(line)))), flush=True)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _run_and_exit(Order.from_line(line))
 
 
-def _run(order: Order) -> dict[str, float]:
-    started = time.monotonic()
+def _run_and_exit(order: Order) -> None:
+    try:
+        ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+        reply = order.reply.with_suffix(".part")
+        reply.write_text(json.dumps(asdict(_Job(order).run())))
+        reply.replace(order.reply)
+    except BaseException:  # noqa: BLE001 - a child must never return into the parent's loop
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class _Job:
+    """The ranks of one order, from their start to the end of the last."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._started = time.monotonic()
+        self._struck: float | None = None
+        port = _free_port()
+        self._pids = [_start_rank(order, rank, port) for rank in range(order.world)]
+        self._ended: dict[int, tuple[int, float]] = {}
+
+    def run(self) -> Ends:
+        overdue = False
+        while len(self._ended) < len(self._pids):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in self._pids:
+                self._ended[pid] = (status, time.monotonic())
+            elif pid == 0:
+                self._strike()
+                if not overdue and time.monotonic() > self._started + self._order.limit:
+                    overdue = True
+                    self._signal(self._pids, signal.SIGKILL)
+                time.sleep(_POLL_SECONDS)
+        ends = [self._ended[pid] for pid in self._pids]
+        statuses, times = [status for status, _ in ends], [when for _, when in ends]
+        return Ends(statuses, times, self._started, self._struck, _end_orphans(), overdue)
+
+    def _strike(self) -> None:
+        strike = self._order.strike
+        if strike is None or self._struck is not None or time.monotonic() < self._started + strike.after:
+            return
+        ranks = strike.ranks or range(self._order.world)
+        if strike.event and not any(self._has_told(rank, strike.event) for rank in ranks):
+            return
+        if strike.met and not all(self._has_told(rank, "joined") for rank in range(self._order.world)):
+            return
+        self._struck = time.monotonic()
+        self._signal([self._pids[rank] for rank in ranks], strike.number)
+
+    def _has_told(self, rank: int, event: str) -> bool:
+        trace = self._order.file(rank, "trace")
+        return trace.exists() and f" {event}\n" in trace.read_text()
+
+    def _signal(self, pids: list[int], number: int) -> None:
+        for pid in pids:
+            if pid not in self._ended:
+                os.kill(pid, number)  # one that has ended waits as a zombie, and this changes nothing
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _start_rank(order: Order, rank: int, port: int) -> int:
     pid = os.fork()
     if pid == 0:
-        _be_the_child(order)
-    if order.kill_after is not None:
-        time.sleep(order.kill_after)
-        os.kill(pid, signal.SIGKILL)  # a child that has ended waits as a zombie, and this changes nothing
-    _, status = os.waitpid(pid, 0)
-    return {"status": status, "seconds": time.monotonic() - started}
+        _be_a_rank(order, rank, port)
+    return pid
 
 
-def _be_the_child(order: Order) -> None:
+def _be_a_rank(order: Order, rank: int, port: int) -> None:
     code = 70
     try:
-        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(order.file(rank, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        trace = os.open(order.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if order.world > 1:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order.world, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
         torch.set_num_threads(1)
-        _trace_captures(trace)
-        _trace_calls(trace, order)
+        trace_and_plant(order, rank)
         code = main(order.arguments)
     except BaseException:  # noqa: BLE001 - a child must never return into the parent's loop
         traceback.print_exc()
@@ -86,67 +136,23 @@ def _be_the_child(order: Order) -> None:
         os._exit(code)
 
 
-def _trace_captures(trace: int) -> None:
-    run, forward = ShardCapture.run, TargetCapture.__call__
-
-    def traced_run(self: ShardCapture, shard: int, on_batch: Callable[[int], None]) -> ShardReport:
-        os.write(trace, f"shard {shard}\n".encode())
-        return run(self, shard, on_batch)
-
-    def traced_forward(self: TargetCapture, ids: torch.Tensor, attention: torch.Tensor) -> CapturedStates:
-        os.write(trace, b"forward\n")
-        return forward(self, ids, attention)
-
-    ShardCapture.run = traced_run  # type: ignore[method-assign]
-    TargetCapture.__call__ = traced_forward  # type: ignore[method-assign, assignment]
-
-
-def _trace_calls(trace: int, order: Order) -> None:
-    done = 0
-
-    def counted(name: str, call: Callable[..., Any], first: Any, *rest: Any, **named: Any) -> Any:
-        nonlocal done
-        if name == "fsync" or os.fspath(first).startswith(order.store):
-            done += 1
-            os.write(trace, f"call {name}\n".encode())
-            if done == order.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return call(first, *rest, **named)
-
-    for name in COUNTED_CALLS:
-        setattr(os, name, partial(counted, name, getattr(os, name)))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a run: its exit code (negative: the signal), its seconds and what it did."""
-
-    exit_code: int
-    seconds: float
-    calls: int
-    shards: tuple[int, ...]
-    forwards: int
-    log: str
-
-
-def outcome_of(order: Order, reply: str) -> Outcome:
-    """Read an outcome from the zygote's reply and the files that the child wrote."""
-    answer = cast("dict[str, float]", json.loads(reply))
-    log, trace = Path(order.log), Path(order.trace)
-    events = trace.read_text().split("\n") if trace.exists() else []
-    return Outcome(
-        exit_code=os.waitstatus_to_exitcode(int(answer["status"])),
-        seconds=answer["seconds"],
-        calls=sum(event.startswith("call ") for event in events),
-        shards=tuple(int(event.split()[1]) for event in events if event.startswith("shard ")),
-        forwards=events.count("forward"),
-        log=log.read_text() if log.exists() else "",
-    )
-
-
-def order_text(order: Order) -> str:
-    """Return an order as the line that the zygote reads."""
-    return json.dumps(dataclasses.asdict(order)) + "\n"
+def _end_orphans() -> int:
+    """Wait for what the ranks have started and left behind; end what stays, and return how much that was."""
+    deadline = time.monotonic() + _ORPHANS_SECONDS
+    left = 0
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return left
+        if pid == 0 and time.monotonic() > deadline:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            left += len(children)
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+        elif pid == 0:
+            time.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_store.format.dtypes import CACHE_DTYPES, CacheDtype, bits_tensor, cache_dtype, cache_dtype_of, tensor_bits
+from dspark_store.format.dtypes import (
+    CACHE_DTYPES,
+    CacheDtype,
+    all_finite,
+    bits_tensor,
+    cache_dtype,
+    cache_dtype_of,
+    tensor_bits,
+)
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", CACHE_DTYPES.values(), ids=CACHE_DTYPES)
 
@@ -66,3 +74,45 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_an_unknown_torch_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"torch\.float64 is not a cache dtype; choose one of bf16, fp16, fp32"):
         cache_dtype_of(torch.float64)
+
+
+def finite_by_torch(patterns: np.ndarray, dtype: CacheDtype) -> np.ndarray:
+    finite: np.ndarray = torch.isfinite(bits_tensor(patterns.view(dtype.stored), dtype.torch_dtype)).numpy()
+    return finite
+
+
+@EVERY_DTYPE
+def test_every_bit_pattern_is_finite_or_not_as_torch_says(dtype: CacheDtype) -> None:
+    width = 8 * dtype.itemsize
+    near = [around + step for around in (0, 1 << (width - 1)) for step in range(-2, 3)]
+    near += [sign + dtype.infinity_bits + step for sign in (0, 1 << (width - 1)) for step in range(-2, 3)]
+    spread = range(0, 1 << width, 1 if width == 16 else 1_000_003)
+    patterns = np.array([pattern % (1 << width) for pattern in (*near, *spread)], np.uint64).astype(dtype.bits)
+    expected = finite_by_torch(patterns.copy(), dtype)
+    found = [all_finite(patterns[place : place + 1], dtype) for place in range(len(patterns))]
+    assert found == expected.tolist()
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: CacheDtype, bad: float) -> None:
+    states = torch.linspace(-100, 100, 60).reshape(6, 10).to(dtype.torch_dtype)
+    assert all_finite(tensor_bits(states), dtype)
+    for place in (0, 29, 59):
+        spoiled = states.clone()
+        spoiled.view(-1)[place] = bad
+        assert not all_finite(tensor_bits(spoiled), dtype)
+
+
+@EVERY_DTYPE
+def test_a_negative_nan_is_not_finite_and_the_largest_numbers_are(dtype: CacheDtype) -> None:
+    sign = 1 << (8 * dtype.itemsize - 1)
+    assert not all_finite(np.array([sign | (dtype.infinity_bits + 1)], dtype.bits), dtype)
+    assert not all_finite(np.array([dtype.fill_bits], dtype.bits), dtype)
+    largest = torch.finfo(dtype.torch_dtype).max
+    assert all_finite(tensor_bits(torch.tensor([largest, -largest, -0.0], dtype=dtype.torch_dtype)), dtype)
+
+
+@EVERY_DTYPE
+def test_no_values_are_all_finite(dtype: CacheDtype) -> None:
+    assert all_finite(np.empty((0, 4), dtype.bits), dtype)

@@ -34,8 +34,8 @@ class Memory:
     def __post_init__(self) -> None:
         self.size = len(self.data)
 
-    def write(self, data: Buffer) -> None:
-        self.data += bytes(data)
+    def write(self, *parts: Buffer) -> None:
+        self.data += b"".join(bytes(part) for part in parts)
         self.size = len(self.data)
 
     def commit(self) -> None:

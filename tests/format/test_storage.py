@@ -1,17 +1,21 @@
 """The local storage keeps the contract, and survives a power cut by the order of its system calls."""
 
 import errno
+import mmap
 import os
 import pickle
+import re
 import shutil
 import stat
 from collections.abc import Buffer, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dspark_store.format.storage import LocalStorage
+from dspark_store.format import append as append_module
+from dspark_store.format.storage import LocalObjectWriter, LocalStorage
 from tests.storage_contract import StorageContract
 
 
@@ -207,3 +211,179 @@ def test_the_clock_is_the_file_systems(storage: LocalStorage) -> None:
 def test_a_storage_travels_as_its_path(storage: LocalStorage) -> None:
     storage.put("a", b"x")
     assert pickle.loads(pickle.dumps(storage)).read("a") == b"x"
+
+
+def parts_of(data: bytes, size: int) -> list[bytes]:
+    return [data[first : first + size] for first in range(0, len(data), size)]
+
+
+def test_more_parts_than_one_system_call_takes_are_written_in_order(storage: LocalStorage) -> None:
+    data = os.urandom(5000)
+    writer = storage.create("a")
+    writer.write(*parts_of(data, 2))
+    writer.write()
+    writer.write(b"", b"the end", b"")
+    writer.commit()
+    assert storage.read("a") == data + b"the end"
+
+
+def test_parts_of_any_shape_are_written_as_their_bytes(storage: LocalStorage) -> None:
+    array = np.arange(12, dtype="<u2").reshape(3, 4)
+    writer = storage.create("a")
+    writer.write(array, memoryview(array), bytearray(b"x"))
+    writer.commit()
+    assert storage.read("a") == array.tobytes() * 2 + b"x"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 7])
+def test_a_write_goes_on_where_the_kernel_cut_it_short(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    writev = os.writev
+
+    def short(descriptor: int, views: list[memoryview]) -> int:
+        room, parts = limit, []
+        for view in views:
+            parts.append(view[:room])
+            room -= len(parts[-1])
+        return writev(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", short)
+    writer = LocalObjectWriter(storage.path("a"))
+    writer.write(b"012", b"", b"3", b"45678", b"9")
+    writer.write(b"ab")
+    writer.commit()
+    assert storage.read("a") == b"0123456789ab"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_full_in_the_midst_of_a_write_is_told(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    writev, counts = os.writev, iter([3, -1])
+
+    def fill(descriptor: int, views: list[memoryview]) -> int:
+        room = next(counts)
+        if room < 0:
+            raise OSError(code, os.strerror(code))
+        return writev(descriptor, [views[0][:room]])
+
+    monkeypatch.setattr(os, "writev", fill)
+    writer = LocalObjectWriter(storage.path("a"))
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
+        writer.write(b"0123456789")
+    assert caught.value.errno == code
+    writer.abort()
+    assert not storage.exists("a")
+    assert list(storage.temporaries()) == []
+
+
+@pytest.fixture
+def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record which ranges the kernel is told to write, of at least 10 bytes."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(append_module, "_WRITE_BEHIND", 10)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, length, advice: seen.append((begin, length)))
+    return seen
+
+
+def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
+    storage: LocalStorage, advice: list[tuple[int, int]]
+) -> None:
+    writer = LocalObjectWriter(storage.path("a"))
+    for count in (4, 5, 3, 25, 9, 1):
+        writer.write(bytes(count))
+    writer.commit()
+    assert advice == [(0, 12), (12, 25), (37, 10)]
+
+
+def test_writing_behind_changes_no_byte(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(100_000)
+    monkeypatch.setattr(append_module, "_WRITE_BEHIND", 1000)
+    writer = LocalObjectWriter(storage.path("a"))
+    for part in parts_of(data, 777):
+        writer.write(part)
+    writer.commit()
+    assert storage.read("a") == data
+
+
+def test_a_file_system_that_takes_no_advice_is_written_all_the_same(
+    storage: LocalStorage, advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    storage.put("a", bytes(50))
+    monkeypatch.delattr(os, "posix_fadvise")
+    storage.put("b", bytes(50))
+    assert storage.read("a") == storage.read("b") == bytes(50)
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make the buffer of large objects as small as it can be."""
+    monkeypatch.setattr(append_module, "_STAGED", mmap.PAGESIZE)
+    return mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 3 * mmap.PAGESIZE + 7])
+def test_a_large_object_holds_its_parts_wherever_its_buffer_was_full(
+    storage: LocalStorage, staged: int, more: int
+) -> None:
+    data = os.urandom(2 * staged + more)
+    writer = storage.create("a")
+    writer.write(*parts_of(data, 1000))
+    writer.commit()
+    assert storage.read("a") == data
+
+
+def test_a_file_system_without_direct_writes_is_written_through_the_cache(
+    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, *, wanted: bool) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(append_module, "_set_direct", refuse)
+    data = os.urandom(5 * staged)
+    writer = storage.create("a")
+    writer.write(data)
+    writer.commit()
+    assert storage.read("a") == data
+
+
+def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_cache(
+    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refused, state = os.write, [], {"direct": False}
+
+    def refuse(descriptor: int, view: memoryview) -> int:
+        if state["direct"]:
+            refused.append(len(view))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(descriptor, view)
+
+    monkeypatch.setattr(append_module, "_set_direct", lambda descriptor, *, wanted: state.update(direct=wanted))
+    monkeypatch.setattr(append_module, "_is_direct", lambda descriptor: state["direct"])
+    monkeypatch.setattr(os, "write", refuse)
+    data = os.urandom(5 * staged)
+    writer = storage.create("a")
+    writer.write(data)
+    writer.commit()
+    assert storage.read("a") == data
+    assert refused == [staged]
+
+
+def test_a_full_disk_is_told_by_a_large_object_too(
+    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, view: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = storage.create("a")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        writer.write(bytes(staged))
+    writer.abort()
+    assert caught.tb is not None  # it still holds what was being written
+    assert list(storage.temporaries()) == []

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.precompute.jobs import arguments, interrupted, precompute, run_module
+from tests.precompute.jobs import arguments, interrupted, precompute, sharded_module
 from tests.tiny import save_target_dir, write_chats
 
 
@@ -50,4 +50,4 @@ def no_target(monkeypatch):
     def load(*args, **options):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(run_module, "load_target", load)
+    monkeypatch.setattr(sharded_module, "load_target", load)

@@ -12,6 +12,8 @@ from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.batches import batches_of
 
 run_module = import_module("dspark_store.precompute.run")  # the package's own `run` is the function
+fill_module = import_module("dspark_store.precompute.fill")
+sharded_module = import_module("dspark_store.target.sharded")
 
 BATCH_SIZE, SHARD_SIZE, LENGTH = 2, 4, 128
 """Eleven chats are three shards: two batches, two batches, a whole batch and a short one."""
@@ -30,7 +32,7 @@ def precompute(target, data, output, *more):
     return Path(output)
 
 
-def interrupted(job, module=run_module, name="complete_store"):
+def interrupted(job, module=fill_module, name="complete_store"):
     """Run a job that is interrupted where ``module`` calls ``name``, by default before its store is declared complete.
 
     Return the store's directory.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dspark_store.precompute.config import PrecomputeConfig, config_from, parse_arguments
+from dspark_store.precompute.settings import settings
 
 REQUIRED = ["--target-model", "org/target", "--input-data", "chats.jsonl", "--output-dir", "store"]
 REQUIRED_VALUES = {"target_model": "org/target", "input_data": "chats.jsonl", "output_dir": "store"}
@@ -141,6 +142,14 @@ def test_a_required_setting_cannot_be_null(tmp_path):
         ("input_data", ["a", "b"]),
         ("target_model", {"name": "a"}),
         ("split", True),
+        ("take_over", "no"),
+        ("tp_size", 1.5),
+        ("target_num_hidden_layers", "half"),
+        ("tokens_per_second", "nan"),
+        ("tokens_per_second", float("inf")),
+        ("lease_seconds", float("nan")),
+        ("timeout_minutes", "soon"),
+        ("seq_length", float("inf")),
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_its_setting(name, value):
@@ -159,7 +168,14 @@ def test_a_value_of_another_kind_is_refused_by_its_setting(name, value):
         (["--num-workers", "-1"], "num-workers must be >= 0, got -1"),
         (["--smoke", "-1"], "smoke must be >= 0, got -1"),
         (["--max-samples", "0"], "max-samples must be >= 1, got 0"),
-        (["--tokens-per-second", "0"], "tokens-per-second must be > 0, got 0"),
+        (["--tokens-per-second", "0"], "tokens-per-second must be a finite number > 0, got 0"),
+        (["--tp-size", "0"], "tp-size must be >= 1, got 0"),
+        (["--ep-size", "0"], "ep-size must be >= 1, got 0"),
+        (["--pp-size", "-1"], "pp-size must be >= 1, got -1"),
+        (["--fsdp-size", "-1"], "fsdp-size must be >= 0, got -1"),
+        (["--target-num-hidden-layers", "0"], "target-num-hidden-layers must be >= 1, got 0"),
+        (["--lease-seconds", "0"], "lease-seconds must be a finite number > 0, got 0"),
+        (["--timeout-minutes", "-2"], "timeout-minutes must be a finite number > 0, got -2"),
         (["--write-buffer-bytes", "0"], "write-buffer-bytes must be >= 1, got 0"),
     ],
 )
@@ -168,7 +184,67 @@ def test_a_number_that_cannot_be_is_refused_by_its_flag(arguments, message):
         parse(*arguments).check()
 
 
-@pytest.mark.parametrize("name", ["dtype", "codec", "compute_dtype", "on_nonfinite", "log_level"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", ["tokens_per_second", "lease_seconds", "timeout_minutes"])
+def test_a_number_that_is_not_finite_is_refused_from_a_flag_and_in_python(name, value):
+    with pytest.raises(ValueError, match=rf"setting '{name}' cannot be -?(nan|inf): expected a finite number"):
+        parse(f"--{name.replace('_', '-')}={value}")
+    with pytest.raises(ValueError, match="must be a finite number > 0"):
+        dataclasses.replace(parse(), **{name: float(value)}).check()
+
+
+def test_every_new_setting_is_a_flag_and_a_key(tmp_path):
+    sizes = {"tp_size": 2, "ep_size": 3, "pp_size": 4, "fsdp_size": 5, "target_num_hidden_layers": 6}
+    times = {"lease_seconds": 1.5, "timeout_minutes": 0.5}
+    switches = {"take_over": True, "profile": True, "mix_equality_classes": True}
+    values = {**sizes, **times, **switches, "reduce_dtype": "fp32", "backend": "gloo"}
+    text = "".join(f"{name}: {str(value).lower()}\n" for name, value in values.items())
+    flags = ([_flag(name)] if value is True else [_flag(name), str(value)] for name, value in values.items())
+    config = parse_yaml(tmp_path, text, *REQUIRED)
+    config.check()
+    assert {name: getattr(config, name) for name in values} == values
+    assert parse(*(word for words in flags for word in words)) == config
+
+
+def test_without_new_settings_a_job_is_one_replica_a_rank():
+    config = parse()
+    assert (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) == (1, 1, 1, 1)
+    assert (config.reduce_dtype, config.device_map, config.target_num_hidden_layers) == ("compute", None, None)
+    assert (config.lease_seconds, config.timeout_minutes, config.backend) == (600, 30, "")
+    assert (config.take_over, config.profile, config.mix_equality_classes) == (False, False, False)
+
+
+@pytest.mark.parametrize("axis", ["tp-size", "ep-size", "pp-size", "fsdp-size"])
+def test_a_device_map_stands_alone(axis):
+    parse("--device-map", "auto").check()
+    with pytest.raises(ValueError, match=f"device-map auto places the target in one process, but {axis} is 2"):
+        parse("--device-map", "auto", f"--{axis}", "2").check()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "world_size", "size"),
+    [("deepseek_v4", 8, 4), ("glm_moe_dsa", 8, 4), ("kimi_k3", 2, 1), ("kimi_linear", 1, 1), ("qwen3_moe", 8, 1)],
+)
+def test_an_fsdp_size_of_0_shards_where_automodel_does_over_the_ranks_that_are_left(model_type, world_size, size):
+    assert parse("--fsdp-size", "0", "--ep-size", "2").resolved_fsdp_size(model_type, world_size) == size
+    assert parse("--fsdp-size", "0", "--pp-size", "2").resolved_fsdp_size(model_type, world_size) == 1
+    assert parse("--fsdp-size", "3").resolved_fsdp_size(model_type, world_size) == 3
+    assert parse().resolved_fsdp_size(model_type, world_size) == 1
+
+
+def test_the_backend_follows_the_device(monkeypatch):
+    assert parse("--device", "cpu").resolved_backend == "gloo"
+    assert parse("--device", "cpu", "--backend", "mpi").resolved_backend == "mpi"
+    with pytest.raises(ValueError, match="backend nccl moves tensors between CUDA devices, and the device is cpu"):
+        _ = parse("--device", "cpu", "--backend", "nccl").resolved_backend
+    monkeypatch.setattr(PrecomputeConfig, "resolved_device", torch.device("cuda"))
+    assert parse().resolved_backend == "nccl"
+    assert parse("--backend", "gloo").resolved_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    "name", ["dtype", "codec", "compute_dtype", "on_nonfinite", "log_level", "reduce_dtype", "device_map"]
+)
 def test_a_choice_that_is_none_is_refused_from_a_flag_and_from_a_file(name):
     with pytest.raises(ValueError, match=r"invalid choice: 'bad'.*see --help"):
         parse(f"--{name.replace('_', '-')}", "bad")
@@ -188,6 +264,17 @@ def test_an_unknown_flag_is_one_line():
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=rf"job\.yaml {message}"):
         parse_yaml(tmp_path, text)
+
+
+def test_a_file_in_another_encoding_is_one_line(tmp_path):
+    (tmp_path / "job.yaml").write_bytes("input_data: café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"configuration file .*job\.yaml is not UTF-8: .* at byte 15$"):
+        parse_arguments(["-c", str(tmp_path / "job.yaml")])
+
+
+def test_a_file_is_utf8_in_any_locale(tmp_path):
+    (tmp_path / "job.yaml").write_bytes("input_data: café".encode())
+    assert parse_arguments(["-c", str(tmp_path / "job.yaml"), *REQUIRED[:2], *REQUIRED[4:]]).input_data == "café"
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -220,7 +307,7 @@ def test_help_names_every_setting(capsys):
         parse_arguments(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert [field.name for field in dataclasses.fields(PrecomputeConfig) if _flag(field.name) not in text] == []
+    assert [name for name in settings() if _flag(name) not in text] == []
 
 
 def _flag(name):

@@ -12,7 +12,16 @@ from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.writers.lock import StoreLock
 from dspark_store.writers.states import state_ledger
-from tests.precompute.jobs import arguments, contents, interrupted, precompute, refused, run_module, states_of_files
+from tests.precompute.jobs import (
+    arguments,
+    contents,
+    interrupted,
+    precompute,
+    refused,
+    run_module,
+    sharded_module,
+    states_of_files,
+)
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama
 
 
@@ -158,13 +167,13 @@ def test_a_multimodal_target_is_refused_by_its_type(chats, tmp_path, capsys):
 def test_a_smoke_test_runs_a_few_samples_and_then_the_job_with_one_load(
     store, llama, chats, tmp_path, monkeypatch, capsys
 ):
-    load, loads = run_module.load_target, []
+    load, loads = sharded_module.load_target, []
 
     def counted(*args, **options):
         loads.append(args)
         return load(*args, **options)
 
-    monkeypatch.setattr(run_module, "load_target", counted)
+    monkeypatch.setattr(sharded_module, "load_target", counted)
     output = precompute(llama, chats, tmp_path / "store", "--smoke", 3)
     assert "smoke test passed: 3 samples" in capsys.readouterr().out
     assert len(loads) == 1

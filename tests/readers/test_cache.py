@@ -163,6 +163,26 @@ def test_a_given_tensor_that_does_not_fit_is_refused(cache: Cache, out: torch.Te
         cache.read([0], out={IDS: out})
 
 
+@pytest.mark.parametrize("strides", [(0, 8, 1), (80, 8, 1), (160, 4, 1)], ids=["expanded", "sliding", "interleaved"])
+def test_a_given_tensor_whose_elements_share_memory_is_refused(cache: Cache, strides: tuple[int, ...]) -> None:
+    out = torch.zeros(400, dtype=torch.bfloat16).as_strided((2, 20, 8), strides)
+    with pytest.raises(
+        ValueError, match=r"out\['target_last_hidden_states'\] keeps several elements in the same memory"
+    ):
+        cache.read([0, 1], columns=[LAST], out={LAST: out})
+
+
+def test_a_given_tensor_may_lie_the_other_way_round(cache: Cache) -> None:
+    out = torch.zeros((8, 20, 2), dtype=torch.bfloat16).permute(2, 1, 0)
+    cache.read([1, 4], columns=[LAST], out={LAST: out})
+    assert same_bits(out, cache.read([1, 4])[LAST])
+
+
+def test_a_tensor_for_no_column_is_refused(cache: Cache) -> None:
+    with pytest.raises(ValueError, match="column 'labels' is unknown; choose from input_ids, loss_mask"):
+        cache.read([0], out={"labels": torch.zeros(1)})
+
+
 def test_a_pickled_cache_is_the_same_cache(cache: Cache) -> None:
     copy = pickle.loads(pickle.dumps(cache))
     assert all(torch.equal(copy[4][name], values) for name, values in cache[4].items())

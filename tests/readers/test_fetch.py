@@ -1,9 +1,12 @@
 """Objects are opened a few at a time, read by the ranges that are wanted, and decoded into their places."""
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Buffer, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_store import Cache, DamagedStoreError, open_cache
+from dspark_store.format.codecs import plain_chain
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, open_object
-from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.schema import IDS, LAST, LAYERS
+from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalObject, LocalStorage, ObjectReader
-from dspark_store.readers.fetch import ObjectPool
+from dspark_store.readers.fetch import open_chunks
 from dspark_store.readers.forks import ProcessLock
 from dspark_store.readers.workers import ReadThreads
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
@@ -101,6 +107,18 @@ def test_neighbours_are_read_at_once(six_layers: BuiltStore) -> None:
     assert storage.reads == 1
 
 
+@pytest.mark.parametrize("column", [IDS, LAST])
+def test_objects_of_one_column_are_read_side_by_side(six_layers: BuiltStore, column: str, monkeypatch) -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def meeting(read: Callable[..., int]) -> Callable[..., int]:
+        return lambda *arguments: (both.wait(), read(*arguments))[1]
+
+    for name in ("read_into", "read_vector"):
+        monkeypatch.setattr(LocalObject, name, meeting(getattr(LocalObject, name)))
+    open_cache(six_layers.path, threads=2).read([0, 5], columns=[column])
+
+
 def test_a_shared_object_is_read_once_for_both_its_columns(six_layers: BuiltStore) -> None:
     def read_bytes(columns: list[str], layers: list[int]) -> int:
         storage = CountingStorage(six_layers.path)
@@ -146,19 +164,29 @@ def test_no_open_objects_at_all_are_refused(six_layers: BuiltStore) -> None:
         open_cache(six_layers.path, open_objects=0)
 
 
-def test_an_open_objects_tail_is_kept_small(six_layers: BuiltStore) -> None:
-    storage, slots = LocalStorage(six_layers.path), six_layers.schema.states.slots
-    key = f"{LAST}/c.0.0.0"
-    whole = open_object(storage, key, slots, expected_of(six_layers)).tail
-    packed = ObjectPool(storage).get(key, slots, expected_of(six_layers)).tail
-    for name in ("offsets", "sizes", "crcs"):
-        assert getattr(packed, name).tolist() == getattr(whole, name).tolist()
-        assert getattr(packed, name).base is None  # holds no bytes beside its own
-    assert sum(values.nbytes for values in (packed.offsets, packed.sizes, packed.crcs)) <= 12 * slots
+def test_of_an_open_object_only_what_reading_needs_is_kept(six_layers: BuiltStore) -> None:
+    storage, grid, key = LocalStorage(six_layers.path), six_layers.schema.states, f"{LAST}/c.0.0.0"
+    expected = Expected(six_layers.record.store_id, Place(LAST, 0, None, 0))
+    tail = open_object(storage, key, grid.slots, expected).tail
+    opened = open_chunks(storage, key, grid, expected)
+    for row, present in enumerate(tail.present.reshape(grid.shard_size, -1)):
+        slots = slice(row * grid.chunks_per_row, row * grid.chunks_per_row + present.sum())
+        assert opened.bounds[row, : present.sum()].tolist() == tail.offsets[slots].tolist()
+        assert opened.crcs[row, : present.sum()].tolist() == tail.crcs[slots].tolist()
+    for values in (opened.bounds, opened.crcs):
+        assert values.base is None or values.base.nbytes == values.nbytes  # holds no bytes beside its own
+    assert opened.bounds.nbytes + opened.crcs.nbytes <= 12 * grid.slots
 
 
-def expected_of(store: BuiltStore) -> Expected:
-    return open_cache(store.path)._reader._expected(LAST, 0, 0)
+def test_an_object_whose_rows_lie_apart_is_named(tmp_path: Path) -> None:
+    storage, grid = LocalStorage(tmp_path), ShardGrid(1, 1, 16, 8)
+    writer = ShardWriter(storage.create("c.0"), grid.slots)
+    for slot in (1, 0):
+        writer.append(slot, plain_chain(2).encode(np.zeros((8, 4), np.uint16)))
+    place = Place(LAST, 0, None, 0)
+    writer.finish(ObjectLabel("s", (place,), 1, "t"))
+    with pytest.raises(DamagedStoreError, match=r"^object c\.0 does not keep the chunks in slots 0 to 1 together"):
+        open_chunks(storage, "c.0", grid, Expected("s", place))
 
 
 @pytest.mark.parametrize("layout", ["flat", "stacked"])
@@ -240,6 +268,26 @@ def test_all_reads_end_before_the_first_error_is_raised() -> None:
     with pytest.raises(OSError, match="first"):
         ReadThreads(2).run([fail, *[lambda: ended.append(1)] * 20, fail])
     assert len(ended) == 20
+
+
+def test_an_error_that_was_handled_leaves_nothing_behind() -> None:
+    class Batch:
+        """What a task holds."""
+
+    batch = Batch()
+    gone = weakref.ref(batch)
+
+    def fail(held: Batch) -> None:
+        raise OSError(str(held))
+
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="Batch"):
+            ReadThreads(2).run([partial(fail, batch)] * 3)
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_does_not_break_a_batch_of_another_thread() -> None:

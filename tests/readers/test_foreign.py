@@ -110,3 +110,18 @@ def test_a_missing_object_is_no_fill_value(tmp_path: Path) -> None:
     (directory / "c" / "4" / "0" / "0").unlink()
     with pytest.raises(DamagedStoreError, match=r"target_last_hidden_states, sample 4 \(shard 1\)"):
         open_cache(tmp_path)[4]
+
+
+@pytest.mark.parametrize("chain", ["gzip", "zstd"])
+def test_a_foreign_chunk_that_cannot_be_read_is_no_damage(chain: str, tmp_path: Path, monkeypatch) -> None:
+    store = build_store(tmp_path, weights=False)
+    rewrite(store, LAST, (1, 8, 8), **CHAINS[chain])
+    cache = open_cache(tmp_path)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(zarr, "open_array", refused)
+    where = rf"{LAST}, sample 4 \(shard 1\): cannot read {LAST} of .*: Permission denied"
+    with pytest.raises(PermissionError, match=where):
+        cache[4]

@@ -254,6 +254,10 @@ def test_an_epoch_smaller_than_a_batch_says_so(many) -> None:
     [
         ({"prefetch_bytes": 0}, "prefetch_bytes must be >= 1, got 0"),
         ({"shape": "ragged"}, "the shape is 'ragged'; choose from full, longest, packed"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"seed": -1}, "seed must be between 0 and 2^64 - 1, got -1"),
+        ({"shape": "packed", "budget": 0}, "budget must be >= 1, got 0"),
+        ({"shape": "packed", "budget": 8, "long_samples": "keep"}, "is 'keep'; choose from cut, leave_out"),
         ({"shape": "packed"}, "a budget belongs to packed rows"),
         ({"budget": 64}, "a budget belongs to packed rows"),
         ({"shape": "packed", "budget": 64, "positions": slice(4)}, "packed rows are read whole"),
@@ -270,7 +274,7 @@ def test_an_epoch_smaller_than_a_batch_says_so(many) -> None:
 )
 def test_options_that_make_no_sense_are_refused(cache, options, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        next(iter(CacheLoader(cache, 4, **{"dp_rank": 0, "dp_size": 1, **options})))
+        CacheLoader(cache, **{"batch_size": 4, "dp_rank": 0, "dp_size": 1, **options})
 
 
 def test_a_state_that_would_give_another_stream_is_refused(many) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.schema import LAYERS
-from dspark_store.format.storage import LocalObject
+from dspark_store.format.storage import LocalObject, LocalStorage
 from dspark_store.readers.fetch import Fetcher
 from dspark_store.readers.memory import BatchMemory
 from tests.stores import BuiltStore, build_store, flip
@@ -248,6 +249,37 @@ def test_a_read_that_fails_once_is_an_error_and_the_next_try_goes_on(cache: Cach
 
     monkeypatch.setattr(LocalObject, "read_into", failing_once)
     loader = loader_of(cache)
-    with pytest.raises(DamagedStoreError, match=r"samples 0 to 2 \(shard 0\): \[Errno 5\] Input/output error"):
+    with pytest.raises(OSError, match=r"samples 0 to 2 \(shard 0\): cannot read .*: Input/output error") as caught:
         list(loader)
+    assert caught.value.errno == 5
     assert len(list(loader)) == 3
+
+
+def test_trouble_of_the_storage_is_no_damage(store: BuiltStore, cache: Cache, monkeypatch) -> None:
+    """What the file system refuses comes as it is, with the object's name, when it is opened and when it is read."""
+
+    def refused(self: LocalObject, buffer: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    where = rf"layer 2, samples? [0-9 to]+ \(shard 1\): cannot read {LAYER_OBJECT} of {store.path}: "
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "open", _forbidding(LAYER_OBJECT))
+        assert_second_batch_fails(cache, PermissionError, rf"^\[Errno 13\] {LAYERS}, {where}Permission denied$")
+    cache.read(range(9))
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalObject, "read_into", refused)
+        with pytest.raises(OSError, match=rf"^\[Errno 5\] {LAYERS}, {where}Input/output error$"):
+            cache.read(range(3, 6), columns=[LAYERS], layers=[2])
+    cache.read(range(9))
+
+
+def _forbidding(key: str) -> Callable[[LocalStorage, str], LocalObject]:
+    """Return an ``open`` that is denied one object."""
+    opened = LocalStorage.open
+
+    def open_other(self: LocalStorage, wanted: str) -> LocalObject:
+        if wanted == key:
+            raise PermissionError(13, "Permission denied", str(self.path(key)))
+        return opened(self, wanted)
+
+    return open_other

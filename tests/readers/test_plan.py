@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.grid import ShardGrid
-from dspark_store.readers.plan import RowSpan, SampleSpan, byte_runs, padded_spans, plan_reads
+from dspark_store.readers.plan import (
+    RowSpan,
+    SampleSpan,
+    byte_runs,
+    chunk_bounds,
+    object_reads,
+    padded_spans,
+    plan_spans,
+)
 
 EVERYTHING = 2**40
 
@@ -42,10 +50,15 @@ def chunks_of(grid: ShardGrid, span: SampleSpan) -> set[tuple[int, int]]:
     return {(shard, row * grid.chunks_per_row + at // grid.chunk_tokens) for at in range(span.start, span.stop)}
 
 
+def slots_of(grid: ShardGrid, span: RowSpan) -> range:
+    """The slots of a span's chunks."""
+    return range(span.row * grid.chunks_per_row + span.first, span.row * grid.chunks_per_row + span.last)
+
+
 @given(batches(), st.lists(st.integers(0, 5), max_size=4), st.integers(1, 60))
 def test_every_wanted_span_is_read_once_in_every_layer(drawn, slots, max_tokens) -> None:
     grid, spans = drawn
-    reads = list(plan_reads(grid, spans, slots, max_tokens))
+    reads = object_reads(plan_spans(grid, spans, max_tokens), slots)
     seen = Counter((read.layer, span.wanted) for read in reads for span in read.spans)
     assert seen == Counter((layer, span) for layer in range(len(slots)) for span in spans if span.stop > span.start)
     for read in reads:
@@ -56,79 +69,103 @@ def test_every_wanted_span_is_read_once_in_every_layer(drawn, slots, max_tokens)
 @given(batches(), st.integers(1, 60))
 def test_a_read_is_small_enough_to_run_beside_others(drawn, max_tokens) -> None:
     grid, spans = drawn
-    for read in plan_reads(grid, spans, [0], max_tokens):
-        tokens = sum(span.wanted.stop - span.wanted.start for span in read.spans)
-        assert tokens <= max_tokens or len(read.spans) == 1
+    for group in plan_spans(grid, spans, max_tokens):
+        tokens = sum(span.wanted.stop - span.wanted.start for span in group.spans)
+        assert tokens <= max_tokens or len(group.spans) == 1
 
 
 @given(batches(), st.randoms())
 def test_the_ranges_hold_exactly_the_wanted_chunks(drawn, random) -> None:
     grid, spans = drawn
     offsets, sizes = full_tail(grid, random.sample(range(grid.shard_size), grid.shard_size))
-    for read in plan_reads(grid, spans, [0], EVERYTHING):
-        wanted = {slot for span in read.spans for _, slot in chunks_of(grid, span.wanted)}
-        planned = [slot for span in read.spans for slot in range(span.first, span.last)]
+    bounds = chunk_bounds(offsets, sizes, grid.chunks_per_row)
+    for group in plan_spans(grid, spans, EVERYTHING):
+        wanted = {slot for span in group.spans for _, slot in chunks_of(grid, span.wanted)}
+        planned = [slot for span in group.spans for slot in slots_of(grid, span)]
         assert set(planned) == wanted
-        runs = byte_runs(offsets, sizes, read.spans)
+        runs = byte_runs(bounds, group.spans)
         assert sum(run.end - run.begin for run in runs) == sum(int(sizes[slot]) for slot in planned)
         for run in runs:
-            bounds = [
-                (int(offsets[span.first]), int(offsets[span.last - 1] + sizes[span.last - 1])) for span in run.spans
-            ]
-            assert bounds[0][0] == run.begin
-            assert [begin for begin, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
-            assert bounds[-1][1] == run.end
+            slots = [slots_of(grid, span) for span in run.spans]
+            ranges = [(int(offsets[mine[0]]), int(offsets[mine[-1]] + sizes[mine[-1]])) for mine in slots]
+            assert ranges[0][0] == run.begin
+            assert [begin for begin, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
+            assert ranges[-1][1] == run.end
 
 
 @given(grids.filter(lambda grid: grid.num_samples >= grid.shard_size), st.randoms())
 def test_a_whole_shard_is_one_range_whatever_order_it_was_captured_in(grid, random) -> None:
-    tail = full_tail(grid, random.sample(range(grid.shard_size), grid.shard_size))
+    offsets, sizes = full_tail(grid, random.sample(range(grid.shard_size), grid.shard_size))
     samples = random.sample(range(grid.shard_size), grid.shard_size)
     spans = padded_spans(samples, [grid.seq_length] * len(samples), 0, grid.seq_length)
-    (read,) = plan_reads(grid, spans, [0], EVERYTHING)
-    (run,) = byte_runs(*tail, read.spans)
-    assert (run.begin, run.end) == (0, tail[1].sum())
+    (group,) = plan_spans(grid, spans, EVERYTHING)
+    (run,) = byte_runs(chunk_bounds(offsets, sizes, grid.chunks_per_row), group.spans)
+    assert (run.begin, run.end) == (0, sizes.sum())
     assert len(run.spans) == grid.shard_size
 
 
 def test_neighbours_are_merged_and_others_are_not() -> None:
     grid = ShardGrid(10, 10, 4, 4)
-    offsets, sizes = full_tail(grid, range(10))
-    (read,) = plan_reads(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), [0], EVERYTHING)
-    assert [[span.first for span in run.spans] for run in byte_runs(offsets, sizes, read.spans)] == [
-        [2, 3],
-        [5],
-        [7, 8],
-    ]
+    bounds = chunk_bounds(*full_tail(grid, range(10)), 1)
+    (group,) = plan_spans(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), EVERYTHING)
+    assert [[span.row for span in run.spans] for run in byte_runs(bounds, group.spans)] == [[2, 3], [5], [7, 8]]
 
 
 def test_a_shuffled_batch_of_eight_takes_one_range_a_layer_and_sample() -> None:
     grid = ShardGrid(1_000_000, 250, 2048, 64)
     samples = np.random.default_rng(0).choice(grid.num_samples, 8, replace=False).tolist()
-    tail = full_tail(grid, range(250))
-    reads = list(plan_reads(grid, padded_spans(samples, [2048] * 8, 0, 2048), range(6), EVERYTHING))
+    bounds = chunk_bounds(*full_tail(grid, range(250)), grid.chunks_per_row)
+    reads = object_reads(plan_spans(grid, padded_spans(samples, [2048] * 8, 0, 2048), EVERYTHING), range(6))
     assert len(reads) == len({sample // 250 for sample in samples}) * 6
-    assert sum(len(byte_runs(*tail, read.spans)) for read in reads) == 48
+    assert sum(len(byte_runs(bounds, read.spans)) for read in reads) == 48
 
 
 def test_layers_share_the_spans_of_their_shard() -> None:
-    reads = list(plan_reads(ShardGrid(8, 4, 8, 4), padded_spans([1, 2], [8, 8], 0, 8), [3, 0], EVERYTHING))
+    reads = object_reads(plan_spans(ShardGrid(8, 4, 8, 4), padded_spans([1, 2], [8, 8], 0, 8), EVERYTHING), [3, 0])
     assert [(read.slot, read.layer) for read in reads] == [(3, 0), (0, 1)]
     assert reads[0].spans is reads[1].spans
 
 
-def test_a_chunk_that_is_absent_is_an_error() -> None:
-    offsets, sizes = full_tail(ShardGrid(2, 2, 12, 4), range(2))
-    sizes[4] = 0
-    with pytest.raises(ValueError, match="lacks the chunk in slot 4"):
-        byte_runs(offsets, sizes, [RowSpan(3, 6, SampleSpan(1, 0, 12, 0, 0, 12))])
+@given(grids, st.data())
+def test_bounds_say_where_every_stored_chunk_lies(grid, data) -> None:
+    """Rows of any length, in the order of their numbers; offsets below 2^32 and past it."""
+    stored = data.draw(
+        st.lists(st.integers(0, grid.chunks_per_row), min_size=grid.shard_size, max_size=grid.shard_size)
+    )
+    start = data.draw(st.sampled_from([0, 2**32]))
+    sizes = np.where(np.arange(grid.chunks_per_row) < np.array(stored)[:, None], 7, 0).astype(np.uint64).ravel()
+    offsets = np.where(sizes > 0, start + np.cumsum(sizes) - sizes, 0).astype(np.uint64)
+    bounds = chunk_bounds(offsets, sizes, grid.chunks_per_row)
+    assert bounds.dtype.itemsize <= 4 or start
+    for row, count in enumerate(stored):
+        first = row * grid.chunks_per_row
+        assert bounds[row, :count].tolist() == offsets[first : first + count].tolist()
+        assert bounds[row, 1 : count + 1].tolist() == (offsets + sizes)[first : first + count].tolist()
+        assert not bounds[row, count + 1 :].any()
 
 
-def test_chunks_of_a_row_that_lie_apart_are_an_error() -> None:
+@pytest.mark.parametrize(("stored", "absent"), [(2, 5), (1, 4), (0, 3)])
+def test_a_chunk_that_is_absent_is_an_error(stored: int, absent: int) -> None:
     offsets, sizes = full_tail(ShardGrid(2, 2, 12, 4), range(2))
-    offsets[5] += 8
+    offsets[3 + stored :] = sizes[3 + stored :] = 0
+    span = RowSpan(1, 0, 3, SampleSpan(1, 0, 12, 0, 0, 12))
+    with pytest.raises(ValueError, match=f"lacks the chunk in slot {absent}"):
+        byte_runs(chunk_bounds(offsets, sizes, 3), (span,))
+
+
+@pytest.mark.parametrize(("slot", "moved"), [(4, 8), (5, 8), (5, -1)])
+def test_chunks_of_a_row_that_lie_apart_are_an_error(slot: int, moved: int) -> None:
+    offsets, sizes = full_tail(ShardGrid(2, 2, 12, 4), range(2))
+    offsets[slot] = int(offsets[slot]) + moved
     with pytest.raises(ValueError, match="does not keep the chunks in slots 3 to 5 together"):
-        byte_runs(offsets, sizes, [RowSpan(3, 6, SampleSpan(1, 0, 12, 0, 0, 12))])
+        chunk_bounds(offsets, sizes, 3)
+
+
+def test_a_chunk_after_an_absent_one_is_an_error() -> None:
+    offsets, sizes = full_tail(ShardGrid(2, 2, 12, 4), range(2))
+    offsets[1] = sizes[1] = 0
+    with pytest.raises(ValueError, match="does not keep the chunks in slots 0 to 2 together"):
+        chunk_bounds(offsets, sizes, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 30)), max_size=6), st.integers(0, 30), st.integers(0, 30))

@@ -22,6 +22,12 @@ def test_embedding_and_head_come_back(dtype: str, codec: str, tmp_path: Path) ->
     assert same_bits(weights.embed, store.embed)
     assert same_bits(weights.head, store.head)
     assert weights.bias is None
+    assert same_bits(open_cache(tmp_path).weights().head, store.head)
+
+
+def test_a_cache_knows_the_facts_of_the_targets_head(tmp_path: Path) -> None:
+    build_store(tmp_path, lengths=(2,), weights=False, fields={"head": {"logit_scale": 0.5}})
+    assert open_cache(tmp_path).head == {"logit_scale": 0.5}
 
 
 @pytest.mark.parametrize("tied", [False, True])

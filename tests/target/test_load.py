@@ -2,18 +2,33 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dspark_store.target import (
+    TargetCapture,
     TargetSource,
+    head_facts,
     load_target,
     load_target_config,
     load_tokenizer,
     read_model_type,
     refuse_unsupported_model_type,
     resolve_compute_dtype,
+    target_weights,
 )
-from tests.tiny import NUM_LAYERS, save_target_dir, save_tiny, tiny_deepseek_v4, tiny_gemma, tiny_gpt2, tiny_llama
+from dspark_store.target.load import input_device
+from tests.tiny import (
+    NUM_LAYERS,
+    save_target_dir,
+    save_tiny,
+    tiny_deepseek_v4,
+    tiny_gemma,
+    tiny_glm_moe_dsa,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3_moe,
+)
 
 CPU = torch.device("cpu")
 
@@ -173,6 +188,57 @@ def test_minimax_m3_vl_is_refused_before_its_configuration_is_built(llama_dir):
     for action in (lambda: load_target_config(source), lambda: load(llama_dir)):
         with pytest.raises(ValueError, match=r"model_type='minimax_m3_vl'.*multimodal"):
             action()
+
+
+@pytest.mark.parametrize("attribute_map", ["installed", "of older versions"])
+def test_a_glm_keeps_the_rope_dimension_of_its_file_beside_a_larger_head_dim(attribute_map, tmp_path, monkeypatch):
+    model = tiny_glm_moe_dsa()
+    directory = save_tiny(model, tmp_path)
+    fields = json.loads((directory / "config.json").read_text()) | {"qk_rope_head_dim": 8, "head_dim": 24}
+    del fields["qk_head_dim"]
+    (directory / "config.json").write_text(json.dumps(fields))
+    if attribute_map == "of older versions":
+        monkeypatch.setitem(transformers.GlmMoeDsaConfig.attribute_map, "head_dim", "qk_rope_head_dim")
+    as_read = transformers.AutoConfig.from_pretrained(directory)
+    assert as_read.qk_rope_head_dim == (8 if attribute_map == "installed" else 24)
+    config = load_target_config(TargetSource(str(directory)))
+    assert (config.qk_rope_head_dim, config.qk_head_dim, config.head_dim) == (8, 16, 8)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(load(directory)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma, tiny_qwen3_moe])
+def test_a_target_that_is_offloaded_to_disk_gives_the_same_states_and_weights(build, tmp_path):
+    pytest.importorskip("accelerate")
+    model = build()
+    directory, total = save_tiny(model, tmp_path), sum(parameter.nbytes for parameter in model.parameters())
+    for memory in (total // 2, 2000):  # the second holds nothing, not even the embedding
+        target = load(directory, device_map="auto", max_memory={"cpu": memory}, offload_folder=tmp_path / "offload")
+        assert sum(parameter.device.type == "meta" for parameter in target.parameters()) > 10
+        ids = torch.arange(26).view(2, 13).to(input_device(target))
+        states = [TargetCapture(each, [-1, 1, 3])(ids, torch.ones_like(ids)) for each in (target, model)]
+        assert all(torch.equal(*pair) for pair in zip(states[0].layers, states[1].layers, strict=True))
+        embed, head, _ = target_weights(target)
+        assert torch.equal(embed, target_weights(model)[0])
+        assert torch.equal(head, target_weights(model)[1])
+        assert (embed is head) == head_facts(target)["tied"] == head_facts(model)["tied"]
+
+
+def test_without_a_device_map_inputs_go_to_the_embeddings_device(llama_dir):
+    assert input_device(load(llama_dir)) == CPU
+
+
+def test_a_device_map_without_accelerate_names_the_extra(llama_dir, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"device_map 'auto' needs accelerate.*dspark-store\["):
+        load(llama_dir, device_map="auto")
+
+
+def test_an_unknown_device_map_is_refused_in_one_line(llama_dir):
+    with pytest.raises(ValueError, match="nowhere") as error:
+        load(llama_dir, device_map="nowhere")
+    assert "\n" not in str(error.value)
 
 
 def test_other_model_types_pass():

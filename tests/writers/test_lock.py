@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -5,13 +6,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import asdict, replace
 
 import pytest
 
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers import StoreLock
 from dspark_store.writers import lock as lock_module
-from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS
+from dspark_store.writers import process as process_module
+from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, check_lock
+from dspark_store.writers.process import ProcessName
 
 
 @pytest.fixture
@@ -19,10 +24,9 @@ def storage(tmp_path):
     return LocalStorage(tmp_path / "store")
 
 
-def leave_lock(storage, *, host=None, pid=None, started="1", age=0.0):
-    """Put down the lock of another job, whose last heartbeat was ``age`` seconds ago."""
-    holder = {"host": host or socket.gethostname(), "pid": os.getpid() if pid is None else pid, "started": started}
-    storage.put(LOCK_KEY, json.dumps(holder).encode())
+def leave_lock(storage, *, age=0.0, started="1", **process):
+    """Put down the lock of another process, whose last heartbeat was ``age`` seconds ago."""
+    storage.put(LOCK_KEY, replace(ProcessName.own(), started=started, **process).to_json().encode())
     then = storage.now() - age
     os.utime(storage.path(LOCK_KEY), (then, then))
 
@@ -90,7 +94,7 @@ def test_the_lock_of_an_earlier_process_with_the_same_number_is_taken_over(stora
 
 def test_the_lock_of_a_zombie_is_taken_over(storage):
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    started = lock_module._started(process.pid)
+    started = process_module._started(process.pid)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     leave_lock(storage, pid=process.pid, started=started)
@@ -100,7 +104,7 @@ def test_the_lock_of_a_zombie_is_taken_over(storage):
 
 
 def test_a_live_process_of_this_host_keeps_its_lock_however_old_its_heartbeat(storage):
-    leave_lock(storage, started=lock_module._started(os.getpid()), age=10 * STALE_SECONDS)
+    leave_lock(storage, started=process_module._started(os.getpid()), age=10 * STALE_SECONDS)
     with pytest.raises(BlockingIOError), StoreLock(storage):
         pass
 
@@ -115,12 +119,6 @@ def test_the_lock_of_another_host_without_a_heartbeat_is_taken_over(storage):
     leave_lock(storage, host="elsewhere", pid=os.getpid(), age=STALE_SECONDS + 30)
     with StoreLock(storage):
         assert json.loads(storage.read(LOCK_KEY))["host"] == socket.gethostname()
-
-
-def test_a_lock_that_is_not_json_is_taken_over(storage):
-    storage.put(LOCK_KEY, b"")
-    with StoreLock(storage):
-        pass
 
 
 def test_a_heartbeat_refreshes_the_lock(storage, monkeypatch):
@@ -153,6 +151,124 @@ def test_a_job_that_lost_its_lock_does_not_remove_its_successors(storage):
         leave_lock(storage, host="elsewhere", pid=7)
         theirs = storage.read(LOCK_KEY)
     assert storage.read(LOCK_KEY) == theirs
+
+
+def beating(monkeypatch, seconds=0.01):
+    monkeypatch.setattr(lock_module, "_BEAT_SECONDS", seconds)
+    monkeypatch.setattr(lock_module, "_LOOK_SECONDS", seconds)
+
+
+def test_of_two_containers_with_one_host_name_each_respects_the_others_lock(storage):
+    leave_lock(storage, space="pid:[1]", pid=ended_process())
+    with pytest.raises(BlockingIOError), StoreLock(storage):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"3", b'{"host": "elsewhere"}', b"\xff\xfe"])
+def test_what_is_no_lock_is_taken_over(storage, content):
+    storage.put(LOCK_KEY, content)
+    with StoreLock(storage):
+        check_lock(storage, storage.read(LOCK_KEY).decode())
+
+
+def test_a_lock_from_the_future_has_no_negative_age(storage):
+    leave_lock(storage, host="elsewhere", age=-50)
+    with pytest.raises(BlockingIOError, match="sign of life 0 s ago"), StoreLock(storage):
+        pass
+
+
+def test_a_live_lock_is_taken_over_when_told_and_its_holder_hears_of_it_once(storage, monkeypatch):
+    beating(monkeypatch)
+    heard: list[str] = []
+    with StoreLock(storage, on_lost=heard.append) as former, StoreLock(storage, take_over=True) as lock:
+        threading.Event().wait(0.1)
+        check_lock(storage, lock.holder)
+        with pytest.raises(LostLockError, match="was taken over by another job"):
+            check_lock(storage, former.holder)
+    assert len(heard) == 1
+    assert heard[0].startswith(f"{storage.root} was taken over by another job")
+
+
+def test_a_take_over_waits_for_the_end_of_the_former_process(storage):
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    leave_lock(storage, pid=process.pid, started=process_module._started(process.pid))
+    ended = threading.Timer(0.3, process.kill)
+    ended.start()
+    with StoreLock(storage, take_over=True):
+        assert process.wait(0.1) is not None
+    process.communicate()
+
+
+def test_a_take_over_from_another_host_waits_for_a_heartbeat(storage, monkeypatch):
+    beating(monkeypatch, 0.1)
+    leave_lock(storage, host="elsewhere", pid=7)
+    started = time.monotonic()
+    with StoreLock(storage, take_over=True):
+        assert 0.2 <= time.monotonic() - started < 5
+
+
+def test_a_dead_jobs_lock_is_taken_without_waiting(storage):
+    leave_lock(storage, pid=ended_process())
+    started = time.monotonic()
+    with StoreLock(storage, take_over=True):
+        assert time.monotonic() - started < 5
+
+
+def test_an_interrupted_take_over_leaves_no_lock_and_no_heartbeat(storage, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    leave_lock(storage, host="elsewhere", pid=7)
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt), StoreLock(storage, take_over=True):
+        pass
+    assert files(storage) == []
+    assert "lock-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_removed_lock_is_lost(storage, monkeypatch):
+    beating(monkeypatch)
+    heard: list[str] = []
+    with StoreLock(storage, on_lost=heard.append):
+        storage.delete(LOCK_KEY)
+        threading.Event().wait(0.1)
+    assert heard == [f"{storage.root} was taken over by another job, or its lock was removed; this one ends"]
+
+
+def test_a_disk_that_fails_for_a_moment_takes_the_lock_from_nobody(storage, monkeypatch):
+    beating(monkeypatch)
+    lost: list[str] = []
+    failed: list[str] = []
+    beats: list[str] = []
+
+    def utime(path, *times, **options):
+        if len(failed) < 3:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        beats.append(path)
+
+    monkeypatch.setattr(os, "utime", utime)
+    with StoreLock(storage, on_lost=lost.append):
+        deadline = time.monotonic() + 20
+        while not beats and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+    assert beats
+    assert lost == []
+
+
+def test_a_stale_lock_that_another_job_replaced_in_the_meantime_is_given_back(storage, monkeypatch):
+    leave_lock(storage, pid=ended_process())
+    fresh = json.dumps(asdict(replace(ProcessName.own(), host="elsewhere"))).encode()
+
+    def replaced(found, age):
+        storage.put(LOCK_KEY, fresh)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(lock_module, "_living_holder", replaced)
+    with pytest.raises(BlockingIOError, match="on elsewhere"), StoreLock(storage):
+        pass
+    assert storage.read(LOCK_KEY) == fresh
+    assert files(storage) == [LOCK_KEY]
 
 
 def test_of_many_that_take_over_an_ended_jobs_lock_one_holds_it(storage):

@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from dspark_store.format.codecs import EncodedChunk
 from dspark_store.writers import EncodePipeline
+from dspark_store.writers.buffers import BufferPool
 
 
 def chunk(number):
@@ -180,3 +182,59 @@ def test_close_ends_all_threads_after_an_error():
 def test_a_pipeline_without_threads_or_room_is_refused(threads, buffer_bytes):
     with pytest.raises(ValueError, match="must be >= 1"):
         EncodePipeline(threads, buffer_bytes)
+
+
+def test_the_seconds_of_tasks_and_sinks_are_added_up():
+    with EncodePipeline(2, 100) as pipeline:
+        for number in range(2):
+            pipeline.submit(partial(slow_chunk, number, 0.03), 1, lambda _: time.sleep(0.02))
+        pipeline.flush()
+        assert pipeline.encode_seconds >= 0.06
+        assert pipeline.write_seconds >= 0.04
+        pipeline.submit(partial(fail, "no room"), 1, lambda _: None)
+        pipeline.reset()
+
+
+def test_a_pipeline_that_did_nothing_has_spent_no_time():
+    with EncodePipeline(1, 1) as pipeline:
+        pipeline.flush()
+        assert (pipeline.encode_seconds, pipeline.write_seconds) == (0, 0)
+
+
+def test_what_a_sink_was_given_is_let_go_when_it_has_returned():
+    results: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+
+    def result():
+        made = threading.Event()
+        results.add(made)
+        return made
+
+    with EncodePipeline(2, 100) as pipeline:
+        pipeline.submit(result, 1, lambda _: None)
+        pipeline.flush()
+        assert not results
+
+
+def test_a_reset_waits_for_what_is_under_way():
+    gate = Gate()
+    arrived: list[EncodedChunk] = []
+    with EncodePipeline(1, 100) as pipeline:
+        pipeline.submit(gate, 1, arrived.append)
+        thread = threading.Thread(target=pipeline.reset)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        gate.opened.set()
+        thread.join(30)
+    assert len(arrived) == 1
+
+
+def test_buffers_are_used_again_and_others_are_forgotten():
+    pool = BufferPool()
+    first = pool.acquire(64)
+    assert pool.acquire(64) is not first
+    pool.release(first)
+    assert pool.acquire(64) is first
+    pool.release(first)
+    assert pool.acquire(32).size == 32
+    assert pool.acquire(64) is not first

@@ -9,9 +9,11 @@ import torch
 from dspark_store.format.dtypes import bits_tensor
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import LAST, LAYERS, StateObject
+from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalObjectWriter, LocalStorage
 from dspark_store.writers import EncodePipeline, StateShardWriter
-from dspark_store.writers.states import state_ledger
+from dspark_store.writers import states as states_module
+from dspark_store.writers.states import FinishedObjects, publish_states, state_ledger
 from tests.writers.small_store import (
     BUFFER_BYTES,
     CHUNK_TOKENS,
@@ -179,7 +181,7 @@ def test_a_shard_that_was_aborted_can_be_written_again(storage, tmp_path):
 
 
 def test_a_failed_write_surfaces_and_leaves_nothing(storage, monkeypatch):
-    def full(self, data):
+    def full(self, *parts):
         raise OSError(28, "No space left on device")
 
     with EncodePipeline(2, BUFFER_BYTES) as pipeline:
@@ -225,10 +227,10 @@ def test_chunks_are_written_as_they_come(storage, monkeypatch):
     written = 0
     write = LocalObjectWriter.write
 
-    def counted(self, data):
+    def counted(self, *parts):
         nonlocal written
-        written += memoryview(data).nbytes
-        write(self, data)
+        written += sum(memoryview(part).nbytes for part in parts)
+        write(self, *parts)
 
     monkeypatch.setattr(LocalObjectWriter, "write", counted)
     after_each_row = []
@@ -276,3 +278,150 @@ def test_a_file_system_without_links_gets_a_copy(storage, monkeypatch):
     first, second = storage.path(f"{LAST}/c.0.0.0"), storage.path(f"{LAYERS}/c.0.0.{SHARED_SLOT}")
     assert not first.samefile(second)
     assert first.read_bytes() == second.read_bytes()
+
+
+def wide_record(codec="default", hidden=64, tokens=16, seq=80):
+    """The record of a store whose chunks are encoded several to a task (2 KiB each)."""
+    record = small_record(codec=codec)
+    schema = replace(record.schema.settled(2), hidden_size=hidden, chunk_tokens=tokens, seq_length=seq)
+    return replace(record, schema=schema, phase="states")
+
+
+def write_rows(storage, record, rows, threads=2, shared_slot=None):
+    """Write a shard whose rows hold the same states in each object; return what was finished."""
+    with EncodePipeline(threads, BUFFER_BYTES) as pipeline:
+        options = {"rows": len(rows), "tokens": TOKENS, "pipeline": pipeline, "shared_slot": shared_slot}
+        writer = StateShardWriter(storage, record, 0, **options)
+        for row, states in enumerate(rows):
+            writer.add(row, [states] * len(LAYER_IDS), states)
+        return writer.finish()
+
+
+def wide_rows(dtype=torch.bfloat16):
+    """Rows of many chunks, of a whole number of them, and of less than one; (length, 64)."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(length, 64, generator=generator).to(dtype) for length in (77, 32)]
+
+
+@pytest.mark.parametrize("codec", ["none", "fast", "default"])
+@pytest.mark.parametrize("task_bytes", [1, 3 * 2048, 1 << 21])
+def test_objects_are_equal_however_many_chunks_a_task_encodes(tmp_path, monkeypatch, codec, task_bytes):
+    one, many = LocalStorage(tmp_path / "one"), LocalStorage(tmp_path / "many")
+    write_rows(one, wide_record(codec), wide_rows(), threads=1)
+    monkeypatch.setattr(states_module, "_TASK_BYTES", task_bytes)
+    write_rows(many, wide_record(codec), wide_rows(), threads=3)
+    assert stored_files(many) == stored_files(one)
+
+
+@pytest.mark.parametrize("codec", ["none", "default"])
+def test_whole_chunks_that_are_encoded_in_place_equal_cast_and_copied_ones(tmp_path, codec):
+    in_place, cast, strided = (LocalStorage(tmp_path / name) for name in ("in place", "cast", "strided"))
+    rows = wide_rows()
+    write_rows(in_place, wide_record(codec), rows)
+    write_rows(cast, wide_record(codec), [states.float() for states in rows])
+    write_rows(strided, wide_record(codec), [torch.stack([states, states], dim=1)[:, 0] for states in rows])
+    assert stored_files(in_place) == stored_files(cast) == stored_files(strided)
+
+
+@pytest.mark.parametrize(("row", "position"), [(0, 0), (0, 76), (1, 31)])
+def test_a_value_that_is_not_finite_is_found_in_any_chunk_of_any_thread(storage, row, position):
+    rows = wide_rows()
+    rows[row][position, 63] = -torch.inf
+    assert write_rows(storage, wide_record(), rows, threads=3).nonfinite == (row,)
+
+
+def test_a_value_too_large_for_the_cache_dtype_is_not_finite(storage):
+    rows = wide_rows(torch.float32)
+    rows[1][3, 3] = 3.4e38
+    assert write_rows(storage, wide_record(), rows).nonfinite == (1,)
+
+
+def test_the_rest_of_a_last_chunk_is_no_value(storage):
+    states = torch.ones(3, HIDDEN_SIZE)
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        for row in (0, 1):
+            writer.add(row, [states] * len(LAYER_IDS), states)
+        assert writer.commit().nonfinite == ()
+    assert torch.isnan(decoded(opened(storage, LAST), 0, CHUNK_TOKENS)[3:]).all()
+
+
+@pytest.mark.parametrize("codec", ["none", "default"])
+def test_a_shard_needs_few_buffers(storage, monkeypatch, codec):
+    made, empty = [], np.empty
+
+    def counted(shape, dtype):
+        made.append(shape)
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(np, "empty", counted)
+    record, buffer_bytes = wide_record(codec), 40_000
+    with EncodePipeline(2, buffer_bytes) as pipeline:
+        writer = StateShardWriter(storage, record, 0, rows=2, tokens=TOKENS, pipeline=pipeline)
+        for row, states in enumerate(wide_rows(torch.float32)):
+            writer.add(row, [states] * len(LAYER_IDS), states)
+        writer.commit()
+    chunks = (5 + 2) * (len(LAYER_IDS) + 1)
+    assert sum(made) <= buffer_bytes < chunks * 2048
+
+
+def stage_writer(storage, pipeline, objects, shared_slot=SHARED_SLOT):
+    record = record_of()
+    options = {"rows": 1, "tokens": TOKENS, "pipeline": pipeline, "shared_slot": shared_slot, "objects": objects}
+    return StateShardWriter(storage, record, 0, **options)
+
+
+def test_two_stages_write_what_one_writer_does(tmp_path):
+    alone, together = LocalStorage(tmp_path / "alone"), LocalStorage(tmp_path / "together")
+    layers, last = random_states(9, 0)
+    schema = record_of().schema
+    with EncodePipeline(2, BUFFER_BYTES) as pipeline:
+        whole = stage_writer(alone, pipeline, None)
+        whole.add(0, layers, last)
+        expected = whole.commit()
+        first = stage_writer(together, pipeline, schema.state_objects[:2])
+        second = stage_writer(together, pipeline, schema.state_objects[2:])
+        first.add(0, [layers[0], layers[1], None], None)
+        second.add(0, [None, None, layers[2]], last)
+        parts = [FinishedObjects.from_json(writer.finish().to_json(), schema) for writer in (first, second)]
+    assert [sorted(item.slot for item in part.records) for part in parts] == [[0, 1], [0, 2]]
+    assert publish_states(together, schema, 0, parts) == expected
+    assert stored_files(together) == stored_files(alone)
+    with pytest.raises(FileExistsError):
+        publish_states(together, schema, 0, parts)
+
+
+def test_states_that_a_stage_should_hold_and_does_not_are_an_error(storage):
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = stage_writer(storage, pipeline, record_of().schema.state_objects[:1])
+        with pytest.raises(ValueError, match=r"states of .* are missing"):
+            writer.add(0, [None, None, None], None)
+        writer.abort()
+
+
+def test_a_shard_whose_parts_lack_an_object_is_not_published(storage):
+    schema = record_of().schema
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = stage_writer(storage, pipeline, schema.state_objects[:2])
+        layers, last = random_states(9, 0)
+        writer.add(0, layers, last)
+        part = writer.finish()
+    with pytest.raises(KeyError):
+        publish_states(storage, schema, 0, [part])
+    assert state_ledger(storage, schema).committed() == []
+
+
+def test_finished_objects_travel_as_json(storage):
+    record = wide_record()
+    done = write_rows(storage, record, wide_rows(), shared_slot=SHARED_SLOT)
+    back = FinishedObjects.from_json(done.to_json(), record.schema)
+    assert back == done
+    assert len(back.records) == len(record.schema.state_objects)
+
+
+def test_rows_of_several_parts_that_are_not_finite_are_put_together(storage):
+    schema = record_of().schema
+    records = {item: ObjectRecord(1, 2) for item in schema.state_objects}
+    parts = [FinishedObjects(records, 10, (3, 1)), FinishedObjects({}, 5, (1, 0))]
+    report = publish_states(storage, schema, 0, parts)
+    assert (report.stored_bytes, report.nonfinite) == (15, (0, 1, 3))

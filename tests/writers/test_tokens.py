@@ -73,7 +73,7 @@ def test_a_shard_that_is_not_committed_is_not_read(storage):
 
 
 def test_a_failed_write_leaves_no_file_and_no_row(storage, rows, monkeypatch):
-    def full(self, data):
+    def full(self, *parts):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalObjectWriter, "write", full)

@@ -1,0 +1,181 @@
+"""The capture loop under measurement: the same batches run by a target alone, with copies, and with writing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import write_metadata
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.batches import batches_of
+from dspark_store.precompute.capture import (
+    Capture,
+    CaptureContext,
+    CaptureEvents,
+    CaptureSettings,
+    capture_shards,
+    missing_shards,
+    padded_batch,
+)
+from dspark_store.precompute.copies import HostCopies, HostCopy
+from dspark_store.precompute.crew import ControlGroups, Crew, own_objects
+from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.watch import Watch
+from dspark_store.precompute.world import World
+from dspark_store.target.capture import StageStates
+from dspark_store.target.parallel import ParallelPlan
+from dspark_store.writers import EncodePipeline, TokenRows, read_token_shard, settle_tokens, write_token_shard
+
+_LEASE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A store that has its tokens and none of its states, and how its states are captured."""
+
+    storage: LocalStorage
+    record: StoreRecord
+    settings: CaptureSettings
+    encode_threads: int
+    buffer_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of all samples."""
+        shards = range(self.record.schema.tokens.num_shards)
+        return sum(sum(read_token_shard(self.storage, self.record, shard).lengths) for shard in shards)
+
+    def copied(self, place: Path) -> Workload:
+        """Return the same workload on a copy of the store in ``place``, a new directory."""
+        shutil.copytree(self.storage.root, place)
+        return self.at(place)
+
+    def at(self, place: Path) -> Workload:
+        """Return the same workload whose store is in ``place``."""
+        return replace(self, storage=LocalStorage(place))
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield ids and attention mask, (B, longest) int64, of every batch in the order of the capture."""
+        for shard in range(self.record.schema.tokens.num_shards):
+            rows = read_token_shard(self.storage, self.record, shard)
+            for batch in batches_of(rows.lengths, self.settings.batch_size):
+                yield padded_batch(rows, batch, self.settings.pad_token_id)
+
+
+def new_workload(
+    place: Path,
+    schema: StoreSchema,
+    lengths: Sequence[int],
+    settings: CaptureSettings,
+    *,
+    vocab_size: int,
+    encode_threads: int,
+    buffer_bytes: int,
+) -> Workload:
+    """Write random ids, one sample of each length, as the token shards of a new store in ``place``."""
+    storage = LocalStorage(place)
+    facts = {
+        "pad_token_id": settings.pad_token_id,
+        "num_hidden_layers": settings.last_layer + 1,
+        "target_vocab_size": vocab_size,
+    }
+    record = StoreRecord("0" * 32, schema, manifest=facts)
+    write_metadata(storage, record)
+    random = np.random.default_rng(0)
+    for shard, first in enumerate(range(0, len(lengths), schema.shard_size)):
+        own = lengths[first : first + schema.shard_size]
+        rows = TokenRows(
+            [random.integers(0, vocab_size, length, np.int32) for length in own],
+            [np.ones(length, np.uint8) for length in own],
+        )
+        write_token_shard(storage, record, shard, rows, cursor=first + len(own))
+    return Workload(storage, settle_tokens(storage, record), settings, encode_threads, buffer_bytes)
+
+
+def run_forwards(workload: Workload, capture: Capture) -> None:
+    """Run every batch and drop its states."""
+    for _ in _captured(workload, capture):
+        pass
+
+
+def run_copies(workload: Workload, capture: Capture) -> None:
+    """Run every batch, bring its states to the host as a capture does, and drop them there."""
+    copies = HostCopies(workload.settings.device, workload.record.schema.dtype.torch_dtype)
+    under_way: deque[HostCopy] = deque()
+    for states in _captured(workload, capture):
+        under_way.append(copies.start(states))
+        while len(under_way) > copies.depth:
+            under_way.popleft().wait()
+    while under_way:
+        under_way.popleft().wait()
+
+
+def _captured(workload: Workload, capture: Capture) -> Iterator[StageStates]:
+    device = workload.settings.device
+    for ids, attention in workload.batches():
+        yield capture(ids.to(device), attention.to(device))
+
+
+def run_writing(workload: Workload, capture: Capture) -> int:
+    """Capture and commit every shard as a job of one process does; return the stored bytes of the states."""
+    storage, record, plan = workload.storage, workload.record, ParallelPlan(1)
+    schema, settings = record.schema, workload.settings
+    stored: list[int] = []
+    with (
+        Watch(0, 1, None) as watch,
+        EncodePipeline(workload.encode_threads, workload.buffer_bytes) as pipeline,
+    ):
+        world = World(0, 1, 0, LocalKeys(), watch)
+        shards = missing_shards(storage, schema)
+        context = CaptureContext(
+            storage,
+            record,
+            capture,
+            settings,
+            own_objects(schema, plan, 0, settings.last_layer + 1),
+            pipeline,
+            HostCopies(settings.device, schema.dtype.torch_dtype),
+            Profile(),
+        )
+        events = CaptureEvents(
+            batch=lambda _: None,
+            committed=lambda _, nbytes: stored.append(nbytes),
+            before_commit=lambda: None,
+            check=watch.check,
+            pause=lambda: watch.pause(0.01),
+        )
+        capture_shards(context, Crew(world, plan, ControlGroups(None, None), schema, shards, _LEASE_SECONDS), events)
+    return sum(stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """How long something took: seconds by the clock, and of the processor over all threads of this process."""
+
+    clock: float
+    processor: float
+
+
+def elapsed(action: Callable[[], object], device: torch.device) -> Elapsed:
+    """Run an action and wait for the device; what was queued on it before does not count."""
+    wait_for(device)
+    started = time.perf_counter(), time.process_time()
+    action()
+    wait_for(device)
+    return Elapsed(time.perf_counter() - started[0], time.process_time() - started[1])
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a CUDA device has done what was queued on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,199 @@
+"""What writing costs a capture: time and memory beside the same forwards without it.
+
+The target is a stand-in: real matrix products on all cores, calibrated to a number of tokens a second, that gives six
+states a token, of five layers and the last one, none of them shared. Part of ``python -m benchmarks.writers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.captures import Workload, elapsed, new_workload, run_forwards, run_writing
+from benchmarks.resident import peak_of
+from benchmarks.synthetic import synthetic_states
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.schema import StoreSchema
+from dspark_store.precompute.capture import Capture, CaptureSettings
+from dspark_store.target.capture import StageStates
+
+MIB = 2**20
+LAYERS, LENGTH, BATCH, VOCAB = 5, 128, 4, 1000
+PEAK_SAMPLES = 32
+CPU = torch.device("cpu")
+BUFFER_BYTES = 512 * MIB
+"""The command's default of ``--write-buffer-bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement: H and codec of the store, its samples, all in one shard, and products of the stand-in."""
+
+    width: int
+    codec: str
+    samples: int
+    products: int = 0
+
+    def workload(self, place: Path) -> Workload:
+        """Make the store in ``place``."""
+        dtype = cache_dtype("bf16")
+        chunk = default_chunk_tokens(self.width, dtype.itemsize, LENGTH, compressed=self.codec != "none")
+        ids = tuple(range(LAYERS))
+        schema = StoreSchema(0, self.samples, LENGTH, self.width, LAYERS, ids, dtype, self.codec, chunk)
+        # the target's last layer is the one after those captured: what shares no object costs the most
+        settings = CaptureSettings(CPU, BATCH, 0, LAYERS, stop_on_nonfinite=False)
+        return new_workload(
+            place,
+            schema,
+            [LENGTH] * self.samples,
+            settings,
+            vocab_size=VOCAB,
+            encode_threads=_cores(),
+            buffer_bytes=BUFFER_BYTES,
+        )
+
+    def stand_in(self) -> StandIn:
+        """Return the target."""
+        return StandIn(self.width, self.products)
+
+
+class StandIn:
+    """A capture whose forward multiplies all positions by an (H, H) float32 matrix, ``products`` times.
+
+    Its states, bfloat16, are copied from a pool into memory of their own, as a forward would leave them.
+    """
+
+    def __init__(self, width: int, products: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.products = products
+        self._weights = torch.randn(width, width, generator=generator) / width**0.5
+        self._features = torch.randn(BATCH * LENGTH, width, generator=generator)
+        self._pool = synthetic_states(BATCH * LENGTH + LAYERS, width)
+
+    def __call__(self, ids: torch.Tensor, attention: torch.Tensor) -> StageStates:
+        """Run one batch of any ids, (B, S)."""
+        count = ids.numel()
+        features = self._features[:count]
+        for _ in range(self.products):
+            features = features @ self._weights
+        states = [self._pool[layer : layer + count].clone().view(*ids.shape, -1) for layer in range(LAYERS + 1)]
+        return StageStates(tuple(range(LAYERS)), tuple(states[:-1]), states[-1])
+
+    def seconds_of_product(self) -> float:
+        """Return how long one product of a whole batch takes: the least of several, which nobody disturbed."""
+        product = partial(torch.mm, self._features, self._weights)
+        return min(elapsed(product, CPU).clock for _ in range(9))
+
+
+def calibrated(case: Case, tokens_per_second: float) -> Case:
+    """Return the case with as many products as give about this rate."""
+    wanted = BATCH * LENGTH / tokens_per_second / case.stand_in().seconds_of_product()
+    return replace(case, products=max(1, round(wanted)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Pairs of runs with writing and of forwards alone: their ratios by the clock and by processor time."""
+
+    tokens_per_second: float
+    clock: tuple[float, ...]
+    processor: tuple[float, ...]
+
+
+def measure_cost(case: Case, place: Path, pairs: int) -> Cost:
+    """Run both by turns, ``pairs`` times each, in an order that changes from pair to pair."""
+    torch.set_num_threads(_cores())
+    workload, capture = case.workload(place / "tokens"), case.stand_in()
+    run_forwards(workload, capture)
+    alone, writing = [], []
+    for pair in range(pairs):
+        target = workload.copied(place / "states")
+        for writes in (pair % 2 == 0, pair % 2 == 1):
+            if writes:
+                writing.append(elapsed(partial(run_writing, target, capture), CPU))
+            else:
+                alone.append(elapsed(partial(run_forwards, workload, capture), CPU))
+        shutil.rmtree(place / "states")
+    both = list(zip(writing, alone, strict=True))
+    return Cost(
+        workload.tokens / statistics.median(run.clock for run in alone),
+        tuple(ours.clock / theirs.clock for ours, theirs in both),
+        tuple(ours.processor / theirs.processor for ours, theirs in both),
+    )
+
+
+def measure_peak(case: Case, place: Path, *, writes: bool) -> int:
+    """Return the peak resident bytes of this process over one run, with writing or without."""
+    torch.set_num_threads(_cores())
+    workload, capture = case.workload(place), case.stand_in()
+    run: Callable[[Workload, Capture], object] = run_writing if writes else run_forwards
+    return peak_of(lambda: run(workload, capture))
+
+
+def peak_over_forward(case: Case, place: Path, runs: int = 3) -> float:
+    """Return what writing adds to the peak of the same forwards: medians of processes of their own."""
+    writing, alone = (
+        statistics.median(_peak_in_process(case, place / f"{writes}-{run}", writes=writes) for run in range(runs))
+        for writes in (True, False)
+    )
+    return writing - alone
+
+
+def _peak_in_process(case: Case, place: Path, *, writes: bool) -> int:
+    fields = [str(field) for field in (case.width, case.codec, case.samples, case.products)]
+    command = [sys.executable, "-m", "benchmarks.writing_cost", *fields, "writing" if writes else "forward", str(place)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(place)
+    return int(json.loads(done.stdout)["peak"])
+
+
+def report(width: int, codec: str, place: Path, *, pairs: int, tokens_per_second: float, samples: int) -> Iterator[str]:
+    """Measure, and yield the lines of the report. ``samples`` have 128 tokens each."""
+    torch.set_num_threads(_cores())
+    case = calibrated(Case(width, codec, samples), tokens_per_second)
+    cost = measure_cost(case, place, pairs)
+    kilobytes = (LAYERS + 1) * width * 2 / 1000
+    yield f"a forward of {cost.tokens_per_second:.0f} tokens/s, {kilobytes:.0f} KB of states a token"
+    for unit, ratios in (("clock", cost.clock), ("processor", cost.processor)):
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} pairs"
+        aim = "; aim 1.05" if unit == "clock" else ""
+        yield f"with writing / forward alone, {unit:9} {statistics.median(ratios):7.3f}  ({spread}{aim})"
+    small, hurried = replace(case, samples=PEAK_SAMPLES), replace(case, samples=4 * PEAK_SAMPLES, products=0)
+    for what, of in (("that forward", small), ("one that takes no time", hurried)):
+        peak = peak_over_forward(of, place / f"peak-{of.products}") / MIB
+        yield f"peak memory above {what:22} {peak:7.1f} MiB  (aim {256 + BUFFER_BYTES // MIB})"
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one peak, in this process: H, codec, samples, products, ``writing`` or ``forward``, and a directory."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.writing_cost", description=main.__doc__)
+    parser.add_argument("width", type=int)
+    parser.add_argument("codec")
+    parser.add_argument("samples", type=int)
+    parser.add_argument("products", type=int)
+    parser.add_argument("run", choices=("writing", "forward"))
+    parser.add_argument("place", type=Path)
+    given = parser.parse_args(arguments)
+    case = Case(given.width, given.codec, given.samples, given.products)
+    print(json.dumps({"peak": measure_peak(case, given.place, writes=given.run == "writing")}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""What every command says about a mistaken argument: one line, with the nearest word that it knows."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that raises ValueError where argparse prints the usage and exits; so do its subparsers."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError with ``message``."""
+        raise ValueError(f"{message} (see --help)")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most like ``word``; there must be one."""
+    return difflib.get_close_matches(word, sorted(known), 1, cutoff=0.0)[0]
+
+
+def flag(name: str) -> str:
+    """Return how a setting is written on the command line, without the two dashes before it."""
+    return name.replace("_", "-")

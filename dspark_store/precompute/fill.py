@@ -1,0 +1,251 @@
+"""Filling a store: rank 0 makes its tokens, all ranks capture its states, rank 0 publishes it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+import zarr
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import has_store, read_record, write_metadata
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.batches import forward_cost
+from dspark_store.precompute.board import LeaseError, longest_first
+from dspark_store.precompute.capture import (
+    CaptureContext,
+    CaptureEvents,
+    CaptureReport,
+    CaptureSettings,
+    capture_shards,
+    missing_shards,
+)
+from dspark_store.precompute.copies import HostCopies
+from dspark_store.precompute.counts import CaptureCounts
+from dspark_store.precompute.crew import Crew, own_objects
+from dspark_store.precompute.equality import check_equality_class, equality_class
+from dspark_store.precompute.estimate import Volume, refuse_full_disk, weight_bytes
+from dspark_store.precompute.job import Job, check_identity
+from dspark_store.precompute.loaded import JobTarget
+from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.precompute.tokenise import tokenise
+from dspark_store.precompute.undo import new_store_undone
+from dspark_store.precompute.watch import FAILED, StoppedError
+from dspark_store.precompute.world import World
+from dspark_store.readers.index import StoreIndex
+from dspark_store.writers import EncodePipeline, StoreLock, complete_store, sweep_uncommitted, write_weights
+from dspark_store.writers.lock import LostLockError, check_lock
+from dspark_store.writers.states import state_ledger
+
+_log = logging.getLogger(__name__)
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_SHARDS_A_WORKER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What rank 0 tells the others when the states can be captured."""
+
+    lock: str
+    shards: list[int]
+    needs_weights: bool
+
+    def to_json(self) -> JsonValue:
+        """Return this as what `World.share` takes."""
+        return {"lock": self.lock, "shards": list(self.shards), "needs_weights": self.needs_weights}
+
+    @classmethod
+    def from_json(cls, fields: JsonValue) -> _Begun:
+        """Read back what `to_json` returned."""
+        known = cast("dict[str, Any]", fields)
+        return cls(known["lock"], known["shards"], known["needs_weights"])
+
+
+def fill_store(world: World, job: Job | None, storage: LocalStorage, target: JobTarget) -> CaptureReport | None:
+    """Do what a store lacks; every rank calls it, rank 0 with the job. Returns rank 0's report.
+
+    OSError, ValueError and what else a user can mend; what is committed stays.
+    """
+    try:
+        if job is not None:
+            return _lead(world, job, storage, target)
+        _follow(world, storage, target)
+        return None
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise OSError(
+            error.errno,
+            f"no space is left for {storage.root}; what is committed stays: free some, go on with --resume",
+        ) from error
+
+
+def _lead(world: World, job: Job, storage: LocalStorage, target: JobTarget) -> CaptureReport:
+    lock = StoreLock(storage, take_over=job.config.take_over, on_lost=world.watch.stop)
+    with lock, new_store_undone(storage):
+        world.watch.before_leaving(lock.release)
+        record = _open_or_create(job, storage)
+        check_equality_class(storage, record, target.plan, target.device, allow=job.config.mix_equality_classes)
+        swept = sweep_uncommitted(storage, record)
+        if swept:
+            _log.info("removed %d leftovers of an interrupted run", swept)
+        if record.phase == "tokens":
+            record = tokenise(storage, record, job.source, world.watch.check)
+        lengths = [int(length) for length in StoreIndex(storage, record).length]
+        _refuse_full_disk(storage, record, lengths)
+        if storage.root == Path(target.config.output_dir):  # a smoke test is small on purpose
+            _warn_of_few_shards(record.schema, job.config, target.plan.crews)
+        shards = _shards_to_do(storage, record.schema, job.config.batch_size, lengths, target.plan.crews)
+        begun = _Begun(lock.holder, shards, not record.weights)
+        world.share("begun", begun.to_json)
+        if begun.needs_weights:
+            record = _write_weights(storage, record, target)
+        if not state_ledger(storage, record.schema).committed():  # whoever was here before has left nothing
+            record = replace(record, producers=())
+        record = _with_producer(record, target)
+        write_metadata(storage, record)
+        report = _capture(world, storage, record, target, begun, lengths)
+        complete_store(storage, _with_rate(record, report))
+        world.share("published", lambda: True)
+        return report
+
+
+def _follow(world: World, storage: LocalStorage, target: JobTarget) -> None:
+    begun = _Begun.from_json(world.receive("begun"))
+    record = read_record(storage)
+    if begun.needs_weights:
+        target.loaded.weights()
+    _capture(world, storage, record, target, begun, [])
+    world.receive("published")
+
+
+def _open_or_create(job: Job, storage: LocalStorage) -> StoreRecord:
+    """Return the record to go on with. It is read again under the lock: another job may have moved on."""
+    if has_store(storage):
+        record = read_record(storage)
+        check_identity(record, job)
+        return record
+    write_metadata(storage, job.new_record)
+    return job.new_record
+
+
+def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[int]) -> None:
+    rows = record.schema.tokens.rows
+    missing = [lengths[row] for shard in missing_shards(storage, record.schema) for row in rows(shard)]
+    volume = Volume.of(record.schema, missing, missing)
+    tables = 0 if record.weights else weight_bytes(record)
+    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes() - tables)
+
+
+def _shards_to_do(
+    storage: LocalStorage, schema: StoreSchema, batch_size: int, lengths: Sequence[int], workers: int
+) -> list[int]:
+    """Return the shards without a ledger row; the costly ones first where several workers take from them."""
+    missing = missing_shards(storage, schema)
+    if workers == 1:
+        return missing
+    costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], batch_size) for shard in missing}
+    return longest_first(costs)
+
+
+def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:
+    wanted, shards = _SHARDS_A_WORKER * workers, schema.tokens.num_shards
+    better = max(1, schema.num_samples // wanted // config.batch_size) * config.batch_size
+    if workers > 1 and shards < wanted and better < schema.shard_size:
+        _log.warning(
+            "%d shards are few for %d workers, and some will idle: a new store with --shard-size %d would have %d",
+            *(shards, workers, better, -(-schema.num_samples // better)),
+        )
+
+
+def _write_weights(storage: LocalStorage, record: StoreRecord, target: JobTarget) -> StoreRecord:
+    tables = target.loaded.weights()
+    if tables is None:
+        raise RuntimeError("rank 0 was given no vocabulary tables")
+    record = replace(record, head=tables.facts)
+    tied = bool(tables.facts["tied"])
+    return write_weights(storage, record, tables.embedding, tables.head, tables.head_bias, tied=tied)
+
+
+def _with_producer(record: StoreRecord, target: JobTarget) -> StoreRecord:
+    device, plan = target.device, target.plan
+    producer: dict[str, JsonValue] = {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "attn_implementation": getattr(target.loaded.model.config, "_attn_implementation", None),
+        "world_size": plan.world_size,
+        "parallel": plan.kind,
+        "degrees": {"fsdp": plan.fsdp, "tp": plan.tp, "ep": plan.ep, "pp": plan.pp},
+        "reduce_dtype": plan.reduce_dtype,
+        "equality_class": equality_class(plan, device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "zarr": zarr.__version__,
+    }
+    return replace(record, producers=(*record.producers, producer))
+
+
+def _with_rate(record: StoreRecord, report: CaptureReport) -> StoreRecord:
+    producer = {
+        **record.producers[-1],
+        "tokens": report.tokens,
+        "tokens_per_second": round(report.tokens_per_second, 3),
+    }
+    return replace(record, producers=(*record.producers[:-1], producer))
+
+
+def _capture(
+    world: World,
+    storage: LocalStorage,
+    record: StoreRecord,
+    target: JobTarget,
+    begun: _Begun,
+    lengths: Sequence[int],
+) -> CaptureReport:
+    config, schema, plan = target.config, record.schema, target.plan
+    capture = target.loaded.capture(schema.layer_ids)
+    settings = CaptureSettings(
+        device=target.input_device,
+        batch_size=config.batch_size,
+        pad_token_id=cast(int, record.manifest["pad_token_id"]),
+        last_layer=record.last_layer,
+        stop_on_nonfinite=config.on_nonfinite == "error",
+    )
+    objects = own_objects(schema, plan, world.rank, record.last_layer + 1)
+    crew = Crew(world, plan, target.control, schema, begun.shards, config.lease_seconds)
+    profile = Profile()
+    started = time.monotonic()
+    with (
+        CaptureCounts(world, record, begun.shards, lengths) as counts,
+        EncodePipeline(config.resolved_encode_threads, config.write_buffer_bytes) as pipeline,
+    ):
+        copies = HostCopies(target.input_device, schema.dtype.torch_dtype)
+        context = CaptureContext(storage, record, capture, settings, objects, pipeline, copies, profile)
+        events = CaptureEvents(
+            batch=counts.batch,
+            committed=counts.committed,
+            before_commit=lambda: check_lock(storage, begun.lock),
+            check=world.watch.check,
+            pause=counts.pause,
+        )
+        try:
+            capture_shards(context, crew, events)
+        except (LostLockError, LeaseError) as error:
+            raise StoppedError(str(error), FAILED) from error
+    seconds = time.monotonic() - started
+    if config.profile and storage.root == Path(config.output_dir):
+        for line in profile.lines(seconds, pipeline.encode_seconds, pipeline.write_seconds):
+            print(line if world.size == 1 else f"rank {world.rank} {line}")
+    return counts.report(seconds)

@@ -1,0 +1,133 @@
+"""The target of a job on one rank: loaded when it is first needed, alone or together with other ranks, then kept."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from dspark_store.precompute.crew import ControlGroups, open_control_groups
+from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.precompute.undo import TargetError
+from dspark_store.precompute.world import World
+from dspark_store.target.groups import ShardGroups, open_shard_groups
+from dspark_store.target.load import input_device, load_target, resolve_compute_dtype
+from dspark_store.target.parallel import ParallelPlan
+from dspark_store.target.sharded import ShardedTarget, load_sharded_target
+from dspark_store.target.source import TargetSource
+
+_log = logging.getLogger(__name__)
+
+
+def rank_device(config: PrecomputeConfig, world: World) -> torch.device:
+    """Return where this rank runs the target: of several ranks on a host, each has a CUDA device of its own."""
+    device = config.resolved_device
+    if device.type != "cuda" or device.index is not None or world.size == 1:
+        return device
+    if world.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"{world.local_rank + 1} or more processes run on this host, which has {torch.cuda.device_count()} CUDA "
+            "devices: start one a device"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+@dataclass(slots=True)
+class JobTarget:
+    """The target of a job on one rank."""
+
+    config: PrecomputeConfig
+    world: World
+    plan: ParallelPlan
+    num_layers: int | None
+    device: torch.device = field(init=False)
+    control: ControlGroups = field(init=False, default_factory=lambda: ControlGroups(None, None))
+    _groups: ShardGroups | None = field(init=False, default=None)
+    _loaded: ShardedTarget | None = field(init=False, default=None)
+    _offload: TemporaryDirectory[str] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.device = rank_device(self.config, self.world)
+
+    @property
+    def loaded(self) -> ShardedTarget:
+        """The target; where ranks share it, all of them must ask for it together.
+
+        TargetError when it cannot be loaded as asked.
+        """
+        if self._loaded is None:
+            _log.info("loading the target %s", self.config.target_model)
+            if not self.world.leads:
+                transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            try:
+                self._loaded = self._load()
+            except ValueError as error:
+                raise TargetError(str(error)) from error
+        return self._loaded
+
+    def _load(self) -> ShardedTarget:
+        config, rank = self.config, self.world.rank
+        source = TargetSource(config.target_model, config.trust_remote_code)
+        dtype, attention = resolve_compute_dtype(config.compute_dtype, self.device), config.target_attn_implementation
+        if config.device_map is None:
+            return load_sharded_target(
+                source,
+                self.plan,
+                rank,
+                dtype=dtype,
+                device=self.device,
+                groups=self._groups,
+                attn_implementation=attention,
+                num_layers=self.num_layers,
+            )
+        self._offload = TemporaryDirectory(prefix="dspark-offload-")
+        model = load_target(
+            source,
+            dtype=dtype,
+            device=self.device,
+            attn_implementation=attention,
+            num_layers=self.num_layers,
+            device_map=config.device_map,
+            offload_folder=self._offload.name,
+        )
+        return ShardedTarget(model, self.plan, rank)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where batches go: `device`, or where a device map has put the embedding."""
+        return self.device if self.config.device_map is None else input_device(self.loaded.model)
+
+    @contextmanager
+    def groups_open(self) -> Iterator[None]:
+        """Hold the process groups of a sharded target for the block, and the folder of what a device map offloads."""
+        if not self.plan.sharded_axes or self.world.rendezvous is None:
+            try:
+                yield
+            finally:
+                if self._offload is not None:
+                    self._offload.cleanup()
+            return
+        backend = self.config.resolved_backend
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            backend = f"cpu:gloo,cuda:{backend}"
+        dist.init_process_group(
+            backend,
+            store=self.world.rendezvous.torch_store,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            timeout=dt.timedelta(minutes=self.config.timeout_minutes),
+        )
+        self._groups = open_shard_groups(self.plan, self.device)
+        self.control = open_control_groups(self.plan)
+        yield
+        if self._loaded is not None:
+            self._loaded.finish()
+        dist.destroy_process_group()

@@ -1,0 +1,251 @@
+"""The job's settings: one frozen dataclass that says what is known, what is the default, and what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from dspark_store.format.codecs import CODEC_PRESETS
+from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.precompute.arguments import flag
+
+_COMPUTE_DTYPES = ("auto", "bf16", "fp16", "fp32")
+_NONFINITE = ("mark", "error")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_REDUCE_DTYPES = ("compute", "fp32", "gather")
+_AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
+_AT_LEAST_ONE = (
+    *("batch_size", "shard_size", "seq_length", "draft_num_hidden_layers", "target_num_hidden_layers"),
+    *("max_samples", "write_buffer_bytes", "tp_size", "ep_size", "pp_size"),
+)
+
+SHARDED_MODEL_TYPES = frozenset({"deepseek_v4", "glm_moe_dsa", "kimi_k3", "kimi_linear"})
+"""Types of targets that NeMo Automodel's precompute loads in shards; it replicates every other one."""
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"}
+
+
+def _setting(help: str, default: Any = dataclasses.MISSING, **options: Any) -> Any:  # noqa: A002, ANN401 - argparse's name; a field's default
+    return field(default=default, metadata={"help": help, **options})
+
+
+def _shuffle_seed(text: str | int | None) -> int | None:
+    if text is None or str(text).lower() == "none":
+        return None
+    return _whole_number(text)
+
+
+def _whole_number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError
+    return int(value)
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _holds_tensors(device: torch.device) -> bool:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return False
+    return device.type != "meta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeConfig:
+    """Everything a precompute is told. The names are the flags' names with underscores."""
+
+    target_model: str = _setting("the target: a hub id, a directory, or a .gguf file")
+    input_data: str = _setting("JSONL of conversations with OpenAI-style messages")
+    output_dir: str = _setting("where the store is written")
+    seq_length: int = _setting("S, the most tokens a sample has; longer conversations are truncated", 2048)
+    batch_size: int = _setting("samples a forward", 4)
+    shard_size: int = _setting("R, the samples of a shard, which is the unit of commit and resume", 256)
+    dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
+    device: str = _setting("where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
+    num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0)
+    split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None)
+    shuffle_seed: int | None = _setting(
+        "seed of the order of rows; none keeps the file's order", 42, type=_shuffle_seed
+    )
+    draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5)
+    target_layer_ids: tuple[int, ...] = _setting("layers to capture: -1 is the embedding", (), nargs="+", type=int)
+    chat_template: str | None = _setting("a chat template, inline Jinja or a file", None)
+    mask_reasoning_content: bool = _setting("do not supervise reasoning_content", False)
+    target_force_hf: bool = _setting("accepted for compatibility: every target loads through transformers", False)
+    trust_remote_code: bool = _setting("let the target's repository run its own code", False)
+    resume: bool = _setting("go on with the store in --output-dir, doing the shards it lacks", False)
+    target_attn_implementation: str | None = _setting("attention of the target: eager, sdpa, ...", None)
+    log_level: str = _setting("least level of log messages", "INFO", choices=_LOG_LEVELS)
+    compute_dtype: str = _setting(
+        "dtype that the target computes in; auto is bf16 on CUDA, else fp32", "auto", choices=_COMPUTE_DTYPES
+    )
+    codec: str = _setting("how states are compressed", "default", choices=CODEC_PRESETS)
+    chunk_tokens: int = _setting("tokens a chunk; 0 chooses by hidden size and codec", 0)
+    max_samples: int | None = _setting("take at most this many rows, after shuffle and split", None, type=int)
+    on_nonfinite: str = _setting(
+        "mark samples whose states are not finite in the cache dtype, or stop", "mark", choices=_NONFINITE
+    )
+    encode_threads: int = _setting("threads that compress; 0 is one a core, at most 8", 0)
+    write_buffer_bytes: int = _setting("bytes of states that may wait for the encoders", 512 * 1024 * 1024)
+    estimate: bool = _setting("print tokens, bytes and hours to come, and stop before the target is loaded", False)
+    tokens_per_second: float | None = _setting("rate of the target that --estimate reckons with", None, type=float)
+    smoke: int = _setting("first run this many samples into a temporary store and check it", 0, metavar="N")
+    fsdp_size: int = _setting("ranks that share one copy of the target by FSDP2; 0 shards where Automodel does", 1)
+    tp_size: int = _setting("ranks that share one copy of the target by tensor parallelism", 1)
+    ep_size: int = _setting("ranks that share the experts of one copy of the target", 1)
+    pp_size: int = _setting("ranks that share the layers of one copy of the target, as a pipeline of stages", 1)
+    reduce_dtype: str = _setting(
+        "how tensor parallelism adds: partial sums in the compute dtype or in fp32; gather adds as one device does",
+        "compute",
+        choices=_REDUCE_DTYPES,
+    )
+    device_map: str | None = _setting(
+        "auto spreads the target over the devices and memory of one process", None, choices=("auto",)
+    )
+    target_num_hidden_layers: int | None = _setting(
+        "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N"
+    )
+    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", metavar="BACKEND")
+    timeout_minutes: float = _setting("minutes after which a collective operation that hangs ends the job", 30.0)
+    lease_seconds: float = _setting("seconds after which a worker without progress loses the shard it took", 600.0)
+    take_over: bool = _setting("write to a store that another living job has locked", False)
+    mix_equality_classes: bool = _setting("let workers whose states may differ in the last bits add to a store", False)
+    profile: bool = _setting("tell at the end how the time was shared: forward, copy, encode, write, waiting", False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the user is to be told about the configuration file, a line each; no setting."""
+
+    def check(self) -> None:
+        """Raise ValueError naming the first setting that cannot be."""
+        for name in _AT_LEAST_ONE:
+            self._at_least(name, 1)
+        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size"):
+            self._at_least(name, 0)
+        for name in ("tokens_per_second", "lease_seconds", "timeout_minutes"):
+            self._is_positive(name)
+        if self.shard_size % self.batch_size:
+            raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
+        for setting in fields(self):
+            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
+            if choices and value is not None and value not in choices:
+                raise ValueError(f"{flag(setting.name)} must be one of {', '.join(choices)}, got {value!r}")
+        if self.device_map is not None:
+            self._refuse_axes_beside_device_map()
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise ValueError(f"{flag(name)} must be >= {least}, got {value}")
+
+    def _is_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag(name)} must be a finite number > 0, got {value}")
+
+    def _refuse_axes_beside_device_map(self) -> None:
+        for name in _AXES:
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"device-map {self.device_map} places the target in one process, but {flag(name)} is "
+                    f"{getattr(self, name)}: give one of the two"
+                )
+
+    @property
+    def resolved_device(self) -> torch.device:
+        """The device to run on; ValueError when there is none of that name."""
+        name = self.device or _default_device()
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"device {name!r} is unknown: expected cpu, cuda or cuda:N") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {name!r} is not there: torch sees no CUDA device; use --device cpu")
+        if not _holds_tensors(device):
+            raise ValueError(f"device {name!r} is not there: torch cannot make a tensor on it; use --device cpu")
+        return device
+
+    @property
+    def resolved_backend(self) -> str:
+        """The torch.distributed backend; ValueError for nccl where the target does not run on CUDA."""
+        device = self.resolved_device.type
+        if self.backend == "nccl" and device != "cuda":
+            raise ValueError(f"backend nccl moves tensors between CUDA devices, and the device is {device}: use gloo")
+        return self.backend or ("nccl" if device == "cuda" else "gloo")
+
+    def resolved_fsdp_size(self, model_type: str, world_size: int) -> int:
+        """Ranks that share one copy of a target of this type by FSDP2, in a job of ``world_size`` ranks.
+
+        ``fsdp_size`` 0 follows NeMo Automodel's precompute: the types that it shards use all ranks that tensor and
+        expert parallelism leave, and any other target is replicated. So is a pipeline, whose stages hold the shards.
+        """
+        if self.fsdp_size:
+            return self.fsdp_size
+        if self.pp_size > 1 or model_type not in SHARDED_MODEL_TYPES:
+            return 1
+        return max(1, world_size // (self.tp_size * self.ep_size))
+
+    @property
+    def resolved_encode_threads(self) -> int:
+        """Encoder threads to start."""
+        return self.encode_threads or min(8, os.cpu_count() or 1)
+
+
+def settings() -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of PrecomputeConfig that a flag or a file sets, by name."""
+    return {setting.name: setting for setting in fields(PrecomputeConfig) if "help" in setting.metadata}
+
+
+def convert_setting(setting: dataclasses.Field[Any], value: object, called: str = "") -> object:
+    """Convert a value from YAML or a flag to the setting's type.
+
+    ValueError naming the setting, or what the file calls it, when the value is of another kind or not finite.
+    """
+    if value is None and setting.default is not dataclasses.MISSING:
+        return None if setting.default is None or setting.name == "shuffle_seed" else setting.default
+    try:
+        return _converted(setting, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{called or f'setting {setting.name!r}'} cannot be {value!r}: expected {_expected(setting)}"
+        ) from error
+
+
+def kind(setting: dataclasses.Field[Any]) -> Callable[[Any], object]:
+    """Return what makes the setting's value out of a flag's text."""
+    own: Callable[[Any], object] | None = setting.metadata.get("type")
+    return own or (type(setting.default) if isinstance(setting.default, int | float) else str)
+
+
+def _converted(setting: dataclasses.Field[Any], value: object) -> object:
+    if setting.metadata.get("nargs"):
+        return tuple(_whole_number(item) for item in (value if isinstance(value, list | tuple) else [value]))
+    if isinstance(setting.default, bool):
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+    if isinstance(value, bool | list | dict):
+        raise TypeError
+    convert = kind(setting)
+    if convert is int:
+        return _whole_number(value)
+    made = convert(value)
+    if isinstance(made, float) and not math.isfinite(made):
+        raise ValueError
+    return made
+
+
+def _expected(setting: dataclasses.Field[Any]) -> str:
+    if setting.metadata.get("nargs"):
+        return "a list of whole numbers"
+    if setting.name == "shuffle_seed":
+        return "a whole number or none"
+    convert = bool if isinstance(setting.default, bool) else kind(setting)
+    return next((text for known, text in _KINDS.items() if convert is known), "a single text")

@@ -1,0 +1,211 @@
+"""A pipeline of stages: each rank holds some of the layers and hands the states on to the next.
+
+Every stage runs the model's whole forward on the same batch, with the layers of other stages replaced by ones that do
+nothing, so that whatever the model makes for its layers (positions, masks, ids) is what they expect. Only the states
+that enter a stage's first layer come from the stage before. Sends do not wait: a stage begins its next batch while the
+one after it is at work.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.target.capture import CapturedStates, StageStates, TargetCapture, find_base_model
+from dspark_store.target.groups import ShardGroups
+from dspark_store.target.layers import EMBEDDING_LAYER_ID
+from dspark_store.target.messages import TensorChannel
+from dspark_store.target.parallel import ParallelPlan
+from dspark_store.target.vocabulary import VocabularyWeights, gather_vocabulary
+
+
+class PipelineStage:
+    """One rank's place in the chain: its layers, and the channels to the other stages."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        rank: int,
+        num_layers: int,
+        groups: ShardGroups,
+        device: torch.device,
+        facts: dict[str, JsonValue],
+    ) -> None:
+        self._facts, self._tied = facts, bool(facts["tied"])
+        index = plan.place(rank).stage
+        self.layers = plan.stage_layers(num_layers, index)
+        self.is_first = index == 0
+        self.is_last = index == plan.pp - 1
+        ranks = plan.crew(rank)
+        self._ends = TensorChannel(ranks[0 if self.is_last else -1], groups.group("pp"), device)
+        self._before = None if self.is_first else TensorChannel(ranks[index - 1], groups.group("pp"), device)
+        self._after = None if self.is_last else TensorChannel(ranks[index + 1], groups.group("pp"), device)
+
+    def keep_own(self, model: PreTrainedModel) -> None:
+        """Take out of `model`, before its weights are read, what other stages hold."""
+        base, layers = find_base_model(model)
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # untyped in transformers
+        embedding = model.get_input_embeddings()
+        for index, layer in enumerate(layers):
+            if index not in self.layers:
+                _replace(base, layer, OtherStagesLayer(layer))
+        # A model with more than one table may want the embedding in later layers.
+        tables = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+        embeds = self.is_first or len(tables) > 1
+        if not embeds:
+            _replace(base, embedding, OtherStagesEmbedding(embedding))
+        if self._tied and embeds:
+            head.weight = embedding.weight
+        elif self._tied or not self.is_last:
+            _replace(model, head, nn.Identity())
+            model.all_tied_weights_keys = {}
+        model._keys_to_ignore_on_load_unexpected = {".*"}  # what other stages hold
+
+    def capture(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> "StageCapture":
+        """Return a function that runs a batch and gives the states of `layer_ids` that this stage holds.
+
+        Raises ValueError as `TargetCapture` does.
+        """
+        return StageCapture(self, model, layer_ids)
+
+    def holds(self, layer_id: int) -> bool:
+        """Whether this stage has the state of `layer_id`."""
+        return self.is_first if layer_id == EMBEDDING_LAYER_ID else layer_id in self.layers
+
+    def receive(self) -> Tensor | None:
+        """Wait for the states from the stage before; None on the first."""
+        return None if self._before is None else self._before.receive()
+
+    def send(self, states: Tensor) -> None:
+        """Start to send states to the stage after, if there is one."""
+        if self._after is not None:
+            self._after.send(states)
+
+    def finish(self) -> None:
+        """Wait until the stage after has everything."""
+        if self._after is not None:
+            self._after.finish()
+
+    def weights(self, model: PreTrainedModel) -> VocabularyWeights | None:
+        """Bring the head from the last stage to the first, where the tables are returned; None elsewhere."""
+        if self._tied:
+            return gather_vocabulary(model, keep=True) if self.is_first else None
+        if self.is_last:
+            head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # untyped in transformers
+            for _, part in sorted(head.named_parameters(), reverse=True):  # the weight, then the bias
+                self._ends.send(part)
+            self._ends.finish()
+        if not self.is_first:
+            return None
+        embedding = cast(Tensor, model.get_input_embeddings().weight).detach().cpu()
+        table = self._ends.receive().cpu()
+        bias = self._ends.receive().cpu() if self._facts["head_bias"] else None
+        return VocabularyWeights(embedding, table, bias, self._facts)
+
+
+class StageCapture:
+    """Runs batches through one stage: the same ones, in the same order, on all stages of a crew."""
+
+    def __init__(self, stage: PipelineStage, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        self._stage = stage
+        self._capture = TargetCapture(model, layer_ids)
+        layers = find_base_model(model)[1]
+        self._entry, self._exit = layers[stage.layers[0]], layers[stage.layers[-1]]
+        self._slots = tuple(slot for slot, layer_id in enumerate(self._capture.layer_ids) if stage.holds(layer_id))
+        self._model_type = model.config.model_type
+        self._tried = False
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> StageStates:
+        """Run one batch (B, S) and return the states that this stage holds.
+
+        Raises RuntimeError for a model whose layers need more than the states of the layer before.
+        """
+        received = self._stage.receive()
+        left: list[Tensor] = []
+        handles = [self._exit.register_forward_hook(self._keep_exit(left))]
+        if received is not None:
+            handles.append(self._entry.register_forward_pre_hook(_put_in(received), with_kwargs=True))
+        states = self._run(input_ids, attention_mask, handles)
+        if not self._tried and received is not None:
+            self._refuse_missing_embedding(received, left[0])
+        self._tried = True
+        self._stage.send(left[0])
+        layers = tuple(states.layers[slot] for slot in self._slots)
+        return StageStates(self._slots, layers, states.last if self._stage.is_last else None)
+
+    def _run(self, input_ids: Tensor, attention_mask: Tensor, handles: list[RemovableHandle]) -> CapturedStates:
+        try:
+            return self._capture(input_ids, attention_mask)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_exit(self, left: list[Tensor]) -> Callable[[nn.Module, object, object], None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            if not isinstance(output, Tensor):
+                raise RuntimeError(
+                    f"pp does not work for model_type={self._model_type!r}, whose layers return more than the states: "
+                    "use fsdp"
+                )
+            left.append(output)
+
+        return hook
+
+    def _refuse_missing_embedding(self, received: Tensor, states: Tensor) -> None:
+        if states.isnan().any() and not received.isnan().any():
+            raise RuntimeError(
+                f"pp does not work for model_type={self._model_type!r}, whose later layers need the embedding: use fsdp"
+            )
+
+
+class OtherStagesLayer(nn.Module):
+    """Stands for a decoder layer that another stage holds: gives back the states that it gets."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training":  # what the model asks of its layers, such as their type
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        """Return `hidden_states`."""
+        return hidden_states
+
+
+class OtherStagesEmbedding(nn.Module):
+    """Stands for the embedding on a later stage, where nothing should use its output: it is all NaN."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        weight = cast(Tensor, embedding.weight)
+        self._width: int = weight.shape[1]
+        self._dtype: torch.dtype = weight.dtype
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return NaN (B, S, H) for `input_ids` (B, S)."""
+        return torch.full((*input_ids.shape, self._width), torch.nan, dtype=self._dtype, device=input_ids.device)
+
+
+def _put_in(
+    states: Tensor,
+) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], tuple[tuple[object, ...], dict[str, object]]]:
+    def hook(
+        _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        if args:
+            return (states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": states}
+
+    return hook
+
+
+def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `root` has `old`."""
+    for module in list(root.modules()):
+        for name, child in list(module.named_children()):
+            if child is old:
+                setattr(module, name, new)

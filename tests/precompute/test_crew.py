@@ -1,0 +1,126 @@
+"""What the ranks of a crew agree on, without process groups: those of a crew of one, and of stages that need none."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.shard import ObjectRecord
+from dspark_store.precompute.crew import Activity, ControlGroups, Crew, own_objects
+from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.precompute.watch import StoppedError, Watch
+from dspark_store.precompute.world import World
+from dspark_store.target.parallel import ParallelPlan
+from dspark_store.writers.states import FinishedObjects
+from tests.writers.small_store import small_record
+
+NUM_LAYERS = 4
+SCHEMA = replace(small_record().schema.settled(8), layer_ids=(-1, 1, 3))
+
+
+@pytest.fixture
+def crews():
+    """Make the parts of all ranks of a job."""
+    with Watch(0, 1, None) as watch:
+
+        def make(plan, shards=(7, 8)):
+            keys = LocalKeys()
+            worlds = [World(rank, plan.world_size, rank, keys, watch) for rank in range(plan.world_size)]
+            return [Crew(world, plan, ControlGroups(None, None), SCHEMA, shards, 60.0) for world in worlds]
+
+        yield make
+
+
+def finished(items, stored):
+    return FinishedObjects({item: ObjectRecord(10 + item.slot, 2**63 + item.slot) for item in items}, stored, (stored,))
+
+
+def names(objects):
+    return [item.name for item in objects]
+
+
+def test_crews_share_out_the_shards_until_there_are_none(crews):
+    one, other = crews(ParallelPlan(2))
+    assert [one.next_shard(), other.next_shard(), one.next_shard()] == [7, 8, None]
+    assert not one.over
+    for crew, shard in ((one, 7), (other, 8)):
+        assert crew.may_commit()
+        crew.commit(shard, finished((), 1), lambda parts: None)
+    assert one.next_shard() is None
+    assert one.over
+
+
+def test_only_the_first_rank_of_a_crew_leads(crews):
+    assert [crew.leads for crew in crews(ParallelPlan(4, pp=2))] == [True, False, True, False]
+
+
+def test_a_crew_alone_does_what_it_wants(crews):
+    (crew,) = crews(ParallelPlan(1))
+    assert [crew.agree(activity) for activity in Activity] == list(Activity)
+
+
+def test_what_a_crew_does_is_the_greatest_of_what_its_ranks_do():
+    assert Activity.OVER < Activity.WAITING < Activity.WORKING
+
+
+def test_a_leader_publishes_what_every_stage_has_written(crews):
+    leader, follower = crews(ParallelPlan(2, pp=2))
+    shard = leader.next_shard()
+    first, second = SCHEMA.state_objects[:2], SCHEMA.state_objects[2:]
+    published: list[FinishedObjects] = []
+    thread = threading.Thread(target=lambda: leader.commit(shard, finished(first, 5), published.extend))
+    thread.start()
+    follower.commit(shard, finished(second, 6), published.extend)  # which is not for it to do
+    thread.join(20)
+    assert published == [finished(first, 5), finished(second, 6)]
+
+
+def test_a_shard_that_is_done_again_is_published_with_its_new_parts(crews):
+    leader, follower = crews(ParallelPlan(2, pp=2))
+    shard = leader.next_shard()
+    published: list[FinishedObjects] = []
+    for stored in (5, 6):
+        follower.commit(shard, finished((), stored), lambda parts: None)
+        leader.commit(shard, finished((), 1), published.extend)
+    assert [part.stored_bytes for part in published] == [1, 5, 1, 6]
+
+
+def test_a_leader_that_waits_for_a_part_ends_with_the_job(crews):
+    leader, _ = crews(ParallelPlan(2, pp=2))
+    shard = leader.next_shard()
+    leader._world.watch.stop("rank 1: no space is left")
+    with pytest.raises(StoppedError, match="rank 1: no space is left"):
+        leader.commit(shard, finished((), 1), lambda parts: None)
+
+
+def test_ranks_that_write_nothing_are_not_waited_for(crews):
+    leader, follower = crews(ParallelPlan(2, tp=2))
+    published: list[FinishedObjects] = []
+    follower.commit(7, None, lambda parts: None)
+    leader.commit(7, finished(SCHEMA.state_objects, 5), published.extend)
+    assert published == [finished(SCHEMA.state_objects, 5)]
+
+
+def test_a_replica_writes_every_object():
+    assert own_objects(SCHEMA, ParallelPlan(2), 1, NUM_LAYERS) == list(SCHEMA.state_objects)
+
+
+def test_of_a_tensor_parallel_crew_one_rank_writes():
+    assert own_objects(SCHEMA, ParallelPlan(2, tp=2), 1, NUM_LAYERS) == []
+
+
+def test_stages_write_their_layers_the_first_the_embedding_and_the_last_the_last_states():
+    plan = ParallelPlan(2, pp=2)
+    stages = [own_objects(SCHEMA, plan, rank, NUM_LAYERS) for rank in range(2)]
+    assert [[(item.column, item.layer_id) for item in stage] for stage in stages] == [
+        [(LAYERS, -1), (LAYERS, 1)],
+        [(LAYERS, 3), (LAST, None)],
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_object_has_one_writer_whatever_the_stages(stages):
+    plan = ParallelPlan(stages, pp=stages)
+    written = [item for rank in range(stages) for item in own_objects(SCHEMA, plan, rank, NUM_LAYERS)]
+    assert sorted(names(written)) == sorted(names(SCHEMA.state_objects))

@@ -1,0 +1,88 @@
+"""The whole command with several ranks: two jobs on one store, torchrun itself, and every way of running it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.crash.orders import Plant
+from tests.precompute.jobs import arguments, states_of_files
+from tests.precompute.rank_jobs import BATCHES, RankJobs, assert_same_store
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    return RankJobs(tmp_path_factory.mktemp("jobs"))
+
+
+def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):
+    store = tmp_path / "store"
+    pace = tuple(Plant(rank, "forward", "each", 0.4) for rank in range(2))
+    first = jobs.start(store, world=2, plants=pace, gate=True)
+    first.wait_for("forward")
+    second = jobs.start(store, "--resume").wait()
+    assert second.exit_code == 2
+    assert re.search(r"is being written by process \d+ on \S+ \(last sign of life \d+ s ago\); wait", second.log)
+    third = jobs.run(store, "--resume", "--take-over", world=2)
+    outcome = first.wait()
+    assert outcome.exit_codes == [1, 1]
+    assert "Error" not in outcome.log
+    assert ["taken over by another job" in log for log in outcome.logs] == [True, True], outcome.log
+    assert outcome.seconds_after(third.ends.started) < third.seconds
+    jobs.assert_equals_whole(store)
+
+
+def test_two_ranks_estimate_try_out_finish_and_find_nothing_to_do(jobs, tmp_path):
+    store = tmp_path / "store"
+    estimate = jobs.run(store, "--estimate", world=2)
+    assert "2,030" in estimate.logs[0]
+    assert (estimate.logs[1], estimate.forwards, store.exists()) == ("", 0, False)
+    done = jobs.run(store, "--smoke", 3, "--profile", world=2, gate=True)
+    assert "smoke test passed: 3 samples were written, read back and checked" in done.logs[0]
+    assert "rank 1 profile  forward" in done.logs[1]
+    assert done.forwards == BATCHES + 2
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    jobs.assert_equals_whole(store)
+    before = states_of_files(store)
+    again = jobs.run(store, "--resume", world=2)
+    assert f"{store} is complete; nothing to do" in again.logs[0]
+    assert (again.forwards, states_of_files(store)) == (0, before)
+
+
+def test_two_ranks_run_a_file_that_was_written_for_automodel(jobs, tmp_path):
+    whole = jobs.whole(target="dense")
+    text = (CONFIGS / "replicated.yaml").read_text()
+    stores: list[Path] = []
+    for world in (1, 2):
+        root = tmp_path / str(world)
+        root.mkdir()
+        (root / "target").symlink_to(whole.parent / "dense")
+        (root / "data.jsonl").symlink_to(whole.parent / "chats.jsonl")
+        (root / "config.yaml").write_text(text.replace("{root}", str(root)).replace("nccl", "gloo"))
+        outcome = jobs.start_command(root / "store", "-c", root / "config.yaml", "--device", "cpu", world=world).wait()
+        assert outcome.exit_codes == [0] * world, outcome.log
+        stores.append(root / "store")
+    assert_same_store(stores[1], stores[0], but=("target_model", "target_model_name_or_path", "train_data_path"))
+
+
+@pytest.mark.storm
+def test_torchrun_runs_the_same_command(jobs, tmp_path):
+    whole = jobs.whole()
+    place, torchrun = whole.parent, ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    layers = ("--target-layer-ids", "-1", "1", "3", "5", "--encode-threads", "1")
+    flags = arguments(place / "moe", place / "chats.jsonl", tmp_path / "store", *layers, "--fsdp-size", 2)
+    command = [sys.executable, "-m", *torchrun, "-m", "dspark_store.precompute", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "captured 2,030 tokens of 6 shards" in done.stdout
+    jobs.assert_equals_whole(tmp_path / "store")
+    refused = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert refused.returncode != 0
+    assert "error: rank 0: " in refused.stderr
+    assert "is finished: pass --resume to go on with it" in refused.stderr
