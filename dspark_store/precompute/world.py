@@ -14,6 +14,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.precompute.keyvalue import KeyValue, LocalKeys, ScopedKeys, SharedStore
 from dspark_store.precompute.watch import FAILED, StoppedError, Watch
 
+_LEAVING_SECONDS = 600.0
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.2
 _SETTLE_SECONDS = 0.3
 
@@ -120,9 +121,15 @@ def one_line(error: BaseException) -> str:
 
 def _leave_together(world: World) -> None:
     """End only when every rank has come here, rank 0 last: the store may live in its process."""
-    others = world.size - 1
+    others, deadline = world.size - 1, time.monotonic() + _LEAVING_SECONDS
     world.keys.add("ended", 1)
-    world.wait_for(lambda: world.keys.add("ended", 0) > others or None)
+
+    def all_ended() -> bool | None:
+        if time.monotonic() > deadline:
+            raise StoppedError(f"the job is done, but a rank has not ended within {_LEAVING_SECONDS:.0f} s", FAILED)
+        return world.keys.add("ended", 0) > others or None
+
+    world.wait_for(all_ended)
     if world.leads:
         with contextlib.suppress(StoppedError):  # all is done, whatever becomes of the others now
             world.wait_for(lambda: world.keys.add("leaving", 0) == others or None)

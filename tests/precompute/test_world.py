@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from dspark_store.precompute import world as world_module
 from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.watch import StoppedError, Watch
 from dspark_store.precompute.world import World, join_world, one_line
@@ -96,3 +97,11 @@ def test_two_scopes_of_a_world_share_nothing(worlds):
 )
 def test_an_error_is_told_in_one_line(error, line):
     assert one_line(error) == line
+
+
+def test_a_rank_that_never_ends_does_not_keep_the_others_for_ever(monkeypatch):
+    monkeypatch.setattr(world_module, "_LEAVING_SECONDS", 0.05)
+    with Watch(0, 1, None) as watch:
+        world = World(0, 2, 0, LocalKeys(), watch)
+        with pytest.raises(StoppedError, match="the job is done, but a rank has not ended"):
+            world_module._leave_together(world)
