@@ -244,7 +244,7 @@ class Watch:
         os._exit(reason.exit_code)
 
     def _act_at_last(self, reason: StoppedError) -> None:
-        for act in (lambda: print(f"\nerror: {reason}", file=sys.stderr, flush=True), *self._last_acts):
+        for act in (lambda: print(f"error: {reason}", file=sys.stderr, flush=True), *self._last_acts):
             with contextlib.suppress(Exception):  # there is nobody left to tell, and the next act is due
                 act()
 
