@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dspark_store.precompute.__main__ import USER_ERROR
 from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.precompute.arguments import OneLineParser
+from dspark_store.precompute.preview import add_arguments, show_tokens
 from dspark_store.precompute.progress import Progress
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.verify import verify_store
@@ -21,8 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["precompute"]:
         return precompute(words[1:])
     try:
-        return _verify(_parser().parse_args(words).store)
-    except (ValueError, OSError) as error:
+        given = _parser().parse_args(words)
+        if given.command == "tokens":
+            show_tokens(given)
+            return 0
+        return _verify(given.store)
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
 
@@ -33,6 +38,7 @@ def _parser() -> OneLineParser:
     commands.add_parser("precompute", help="run a target over a corpus: the same as python -m dspark_store.precompute")
     verify = commands.add_parser("verify", help="check every object of a finished store against its own promises")
     verify.add_argument("store", help="the store's directory")
+    add_arguments(commands.add_parser("tokens", help="show what a target would be run over, or a report of it"))
     return parser
 
 

@@ -179,6 +179,16 @@ class Cache:
         return self.index.supervised
 
     @property
+    def source(self) -> np.ndarray:
+        """(N,) uint16: which of ``sources`` each sample came from; 0 throughout in a store of one source."""
+        return self.index.source
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the parts of the blend that the store was made from; empty for one source."""
+        return self.schema.sources
+
+    @property
     def status(self) -> np.ndarray:
         """(N,) uint8: 0 for a good sample, 1 for one with non-finite states."""
         return self.index.status

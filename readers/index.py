@@ -14,6 +14,7 @@ from dspark_store.format.schema import (
     INDEX_DIGEST,
     INDEX_LENGTH,
     INDEX_OBJECTS,
+    INDEX_SOURCE,
     INDEX_STATUS,
     INDEX_SUPERVISED,
     STATE_LEDGER,
@@ -48,6 +49,17 @@ class StoreIndex:
     def digest(self) -> np.ndarray:
         """(N, 2) uint64: each sample's digest of ids and mask."""
         return self._token_index(INDEX_DIGEST)
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        """(N,) uint16: the number of each sample's source, 0 throughout in a store of one; names are in the schema."""
+        schema = self._record.schema
+        if not schema.sources:
+            return np.zeros(schema.num_samples, np.uint16)
+        source = self._token_index(INDEX_SOURCE)
+        if self._record.phase != "tokens" and (source >= len(schema.sources)).any():
+            raise DamagedStoreError(f"index array {INDEX_SOURCE} of {self._storage} names no source of the store")
+        return source
 
     @cached_property
     def status(self) -> np.ndarray:

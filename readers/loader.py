@@ -75,6 +75,7 @@ class CacheLoader(IterableDataset[Batch]):
         split: Side | None = None,
         validation_fraction: float = 0.0,
         split_seed: int = 0,
+        sources: Sequence[str] | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
         mesh: DeviceMesh | None = None,
@@ -116,7 +117,7 @@ class CacheLoader(IterableDataset[Batch]):
         self._prefetch_bytes = prefetch_bytes
         self._copy = DeviceCopy.to(device)
         sides = None if split is None else Split(split, validation_fraction, split_seed)
-        self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides)
+        self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides, sources=sources)
         self._stream = self._planner.digest(self._samples)
         self._steps_done = 0
         self._resumed = False

@@ -66,7 +66,7 @@ def _check_index(cache: Cache) -> None:
     outside = (lengths < 0) | (lengths > cache.schema.seq_length) | (supervised < 0) | (supervised > lengths)
     if outside.any():
         raise DamagedStoreError(f"index of sample {int(outside.argmax())} is out of range")
-    for values in (cache.index.digest, cache.status):
+    for values in (cache.index.digest, cache.status, cache.source):
         if len(values) != len(cache):
             raise DamagedStoreError(f"an index array holds {len(values)} samples, expected {len(cache)}")
 

@@ -17,6 +17,7 @@ from dspark_store.format.schema import (
     INDEX_DIGEST,
     INDEX_LENGTH,
     INDEX_OBJECTS,
+    INDEX_SOURCE,
     INDEX_STATUS,
     INDEX_SUPERVISED,
     ArraySpec,
@@ -24,7 +25,7 @@ from dspark_store.format.schema import (
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
 from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import read_token_shard, token_ledger
+from dspark_store.writers.tokens import read_shard_sources, read_token_shard, token_ledger
 
 STATUS_GOOD, STATUS_NONFINITE = 0, 1
 
@@ -43,16 +44,19 @@ def settle_tokens(storage: Storage, record: StoreRecord) -> StoreRecord:
     schema = record.schema.settled(sum(counts))
     manifest = {**record.manifest, "num_samples": schema.num_samples}
     record = replace(record, schema=schema, manifest=manifest, phase="states")
-    lengths, supervised, digests = [], [], []
+    lengths, supervised, digests, sources = [], [], [], [np.empty(0, np.uint16)]
     for shard in shards:
         rows = read_token_shard(storage, record, shard)
         lengths += rows.lengths
         supervised += [int(mask.sum()) for mask in rows.masks]
         digests += rows.digests()
+        if schema.sources:
+            sources.append(read_shard_sources(storage, record, shard, rows))
     values = {
         INDEX_LENGTH: np.array(lengths, np.int32),
         INDEX_SUPERVISED: np.array(supervised, np.int32),
         INDEX_DIGEST: np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2),
+        INDEX_SOURCE: np.concatenate(sources),
     }
     record = _write_index(storage, record, schema.token_index(), values)
     write_metadata(storage, record)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dspark_store.format.codecs import EncodedChunk
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.digests import sample_digest, shard_digest
 from dspark_store.format.ledger import Ledger
@@ -17,6 +18,8 @@ from dspark_store.format.schema import (
     IDS,
     MASK,
     MASK_FILL,
+    SHARD_SOURCES,
+    SOURCE_FILL,
     TOKEN_LEDGER,
     TOKEN_OBJECTS,
     StoreSchema,
@@ -28,10 +31,14 @@ from dspark_store.format.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """The tokens of one shard: for each row its ids, (length,) int32, and its mask, (length,) uint8."""
+    """The tokens of one shard: for each row its ids, (length,) int32, and its mask, (length,) uint8.
+
+    ``sources`` holds the number of each row's source, in a store of several.
+    """
 
     ids: Sequence[np.ndarray]
     masks: Sequence[np.ndarray]
+    sources: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,16 +66,40 @@ def token_ledger(storage: Storage) -> Ledger:
 def write_token_shard(storage: Storage, record: StoreRecord, shard: int, rows: TokenRows, cursor: int) -> None:
     """Write and commit one shard of tokens.
 
-    ``cursor`` is where the source goes on after it. FileExistsError when the shard is committed already.
+    ``cursor`` is where the source goes on after it. FileExistsError when the shard is committed already, ValueError
+    when the rows' sources are not those of a store with several.
     """
     schema = record.schema
+    sources = _source_numbers(schema, rows) if schema.sources else None
     digest = rows.digest
     records = [
         _write_column(storage, schema, IDS, shard, rows.ids, record.store_id, digest),
         _write_column(storage, schema, MASK, shard, rows.masks, record.store_id, digest),
         ObjectRecord(cursor, len(rows)),
     ]
+    if sources is not None:
+        label = ObjectLabel(record.store_id, (_sources_place(shard),), len(rows), digest)
+        _write_object(storage, sources_key(shard), [schema.chain(SHARD_SOURCES).encode(sources)], 1, label)
     token_ledger(storage).publish(shard, records)
+
+
+def sources_key(shard: int) -> str:
+    """Return the key of the object that holds the sources of a shard's rows."""
+    return f"{SHARD_SOURCES}/c.{shard}.0"
+
+
+def _sources_place(shard: int) -> Place:
+    return Place(SHARD_SOURCES, 0, None, shard)
+
+
+def _source_numbers(schema: StoreSchema, rows: TokenRows) -> np.ndarray:
+    if len(rows.sources) != len(rows) or not all(0 <= source < len(schema.sources) for source in rows.sources):
+        raise ValueError(
+            f"each of {len(rows)} rows must have a source below {len(schema.sources)}, got {list(rows.sources)}"
+        )
+    numbers = np.full(schema.shard_size, SOURCE_FILL, "<u2")
+    numbers[: len(rows)] = rows.sources
+    return numbers
 
 
 def _write_column(
@@ -81,17 +112,45 @@ def _write_column(
     digest: str,
 ) -> ObjectRecord:
     dtype, fill = ("<i4", ID_FILL) if column == IDS else ("u1", MASK_FILL)
-    chain = schema.chain(column)
-    writer = ShardWriter(storage.create(object_key(column, shard)), schema.tokens.slots)
-    try:
-        for slot, row in enumerate(rows):
+
+    def chunks() -> Iterator[EncodedChunk]:
+        for row in rows:
             chunk = np.full(schema.seq_length, fill, dtype)
             chunk[: len(row)] = row
-            writer.append(slot, chain.encode(chunk))
-        return writer.finish(ObjectLabel(store_id, (Place(column, 0, None, shard),), len(rows), digest))
+            yield schema.chain(column).encode(chunk)
+
+    label = ObjectLabel(store_id, (Place(column, 0, None, shard),), len(rows), digest)
+    return _write_object(storage, object_key(column, shard), chunks(), schema.tokens.slots, label)
+
+
+def _write_object(
+    storage: Storage, key: str, chunks: Iterable[EncodedChunk], slots: int, label: ObjectLabel
+) -> ObjectRecord:
+    writer = ShardWriter(storage.create(key), slots)
+    try:
+        for slot, chunk in enumerate(chunks):
+            writer.append(slot, chunk)
+        return writer.finish(label)
     except BaseException:
         writer.abort()
         raise
+
+
+def read_shard_sources(storage: Storage, record: StoreRecord, shard: int, rows: TokenRows) -> np.ndarray:
+    """Return the number of the source of each row of a committed shard whose tokens are ``rows``, (rows,) uint16.
+
+    DamagedStoreError naming the object when it is missing, or is not what was written with these tokens.
+    """
+    schema, key = record.schema, sources_key(shard)
+    numbers = np.empty(schema.shard_size, "<u2")
+    stored = open_object(storage, key, 1, Expected(record.store_id, _sources_place(shard), tokens=rows.digest))
+    try:
+        stored.decode(0, schema.chain(SHARD_SOURCES), numbers)
+    finally:
+        stored.reader.close()
+    if stored.tail.label.rows != len(rows) or (numbers[: len(rows)] >= len(schema.sources)).any():
+        raise DamagedStoreError(f"object {key} of {storage} does not name the sources of {len(rows)} rows")
+    return numbers[: len(rows)]
 
 
 def read_token_shard(storage: Storage, record: StoreRecord, shard: int) -> TokenRows:

@@ -22,8 +22,11 @@ TOKEN_LEDGER, STATE_LEDGER = "ledger/tokens", "ledger/states"
 SOURCE_CURSOR = "source_cursor"
 TOKEN_OBJECTS = (IDS, MASK, SOURCE_CURSOR)
 INDEX_LENGTH, INDEX_SUPERVISED, INDEX_DIGEST = "index/length", "index/supervised", "index/digest"
+INDEX_SOURCE = "index/source"
 INDEX_STATUS, INDEX_OBJECTS = "index/status", "index/objects"
-ID_FILL, MASK_FILL, STATUS_FILL = -1, 255, 255
+SHARD_SOURCES = "ledger/sources"
+"""The number of each row's source, by shard: what `index/source` is made of when the tokens are final."""
+ID_FILL, MASK_FILL, STATUS_FILL, SOURCE_FILL = -1, 255, 255, 65535
 NO_RECORD = 2**64 - 1
 _WEIGHT_CHUNK_BYTES = 4 * 1024 * 1024
 _COUNTS = ("num_samples", "shard_size", "seq_length", "hidden_size", "num_layers", "chunk_tokens")
@@ -111,7 +114,9 @@ class StoreSchema:
     """The shape of a store. ``num_samples`` is 0 until the token phase (or a manifest) settles it.
 
     ``num_layers`` captured layers of ``hidden_size`` features; ``layer_ids`` names them, and is empty until a manifest
-    does; ``chunk_tokens`` positions a chunk of a state column; ``codec`` a preset.
+    does; ``chunk_tokens`` positions a chunk of a state column; ``codec`` a preset. ``sources`` names the parts of a
+    blend, in the order of their numbers, where there are two or more: only then does the store say which part each
+    sample came from.
     """
 
     num_samples: int
@@ -123,6 +128,13 @@ class StoreSchema:
     dtype: CacheDtype
     codec: str
     chunk_tokens: int
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.sources) == 1 or len(self.sources) > SOURCE_FILL:
+            raise ValueError(f"a store has no or 2 to {SOURCE_FILL} named sources, got {len(self.sources)}")
+        if len(set(self.sources)) < len(self.sources):
+            raise ValueError(f"the sources of a store must have different names, got {', '.join(self.sources)}")
 
     @property
     def tokens(self) -> ShardGrid:
@@ -145,13 +157,16 @@ class StoreSchema:
         return self.layer_ids[slot] if self.layer_ids else None
 
     def chain(self, column: str) -> CodecChain:
-        """Return the codec chain of a column."""
+        """Return the codec chain of a column, or of the rows' sources."""
+        if column == SHARD_SOURCES:
+            return plain_chain(2)
         if column in (IDS, MASK):
             return token_chain(self.codec, 4 if column == IDS else 1)
         return state_chain(self.codec, self.dtype.itemsize)
 
     def layout(self) -> dict[str, JsonValue]:
         """Return the schema as the attribute ``layout``."""
+        sources: dict[str, JsonValue] = {"sources": list(self.sources)} if self.sources else {}
         return {
             "num_samples": self.num_samples,
             "shard_size": self.shard_size,
@@ -162,6 +177,7 @@ class StoreSchema:
             "dtype": self.dtype.name,
             "codec": self.codec,
             "chunk_tokens": self.chunk_tokens,
+            **sources,
         }
 
     def settled(self, num_samples: int) -> StoreSchema:
@@ -198,21 +214,30 @@ class StoreSchema:
         }
 
     def ledgers(self) -> dict[str, ArraySpec]:
-        """Return the two ledgers by path."""
+        """Return the two ledgers by path, and the rows' sources where there are several."""
         shards = self.tokens.num_shards
-        return {
+        ledgers = {
             TOKEN_LEDGER: _ledger_spec(shards, TOKEN_OBJECTS, "token_object", whole=False),
             STATE_LEDGER: _ledger_spec(shards, [item.name for item in self.state_objects], "state_object", whole=False),
         }
+        if self.sources:
+            row = (1, self.shard_size)
+            ledgers[SHARD_SOURCES] = ArraySpec(
+                (shards, row[1]), "uint16", SOURCE_FILL, row, row, self.chain(SHARD_SOURCES), ("shard", "row"), {}
+            )
+        return ledgers
 
     def token_index(self) -> dict[str, ArraySpec]:
         """Return the index arrays that are written when the tokens are done."""
         n = self.num_samples
-        return {
+        index = {
             INDEX_LENGTH: _index_spec((n,), "int32", -1, ("sample",)),
             INDEX_SUPERVISED: _index_spec((n,), "int32", -1, ("sample",)),
             INDEX_DIGEST: _index_spec((n, 2), "uint64", 0, ("sample", "digest_word")),
         }
+        if self.sources:
+            index[INDEX_SOURCE] = _index_spec((n,), "uint16", SOURCE_FILL, ("sample",))
+        return index
 
     def final_index(self) -> dict[str, ArraySpec]:
         """Return the index arrays that are written when the store completes."""
@@ -243,13 +268,17 @@ def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
     count = {name: operator.index(layout[name]) for name in _COUNTS}  # type: ignore[arg-type]
     layer_ids = tuple(operator.index(layer) for layer in layout["layer_ids"])  # type: ignore[union-attr, arg-type]
     return StoreSchema(
-        **count, layer_ids=layer_ids, dtype=cache_dtype(str(layout["dtype"])), codec=str(layout["codec"])
+        **count,
+        layer_ids=layer_ids,
+        dtype=cache_dtype(str(layout["dtype"])),
+        codec=str(layout["codec"]),
+        sources=tuple(str(name) for name in layout.get("sources", ())),  # type: ignore[union-attr]
     )
 
 
 def _index_spec(shape: tuple[int, ...], data_type: str, fill: int, dimensions: tuple[str, ...]) -> ArraySpec:
     chunk = (max(1, shape[0]), *shape[1:])
-    itemsize = {"int32": 4, "uint64": 8, "uint8": 1}[data_type]
+    itemsize = {"int32": 4, "uint64": 8, "uint16": 2, "uint8": 1}[data_type]
     return ArraySpec(shape, data_type, fill, chunk, None, plain_chain(itemsize), dimensions, {})
 
 

@@ -12,6 +12,7 @@ import yaml
 from dspark_store.precompute.arguments import OneLineParser, flag, nearest
 from dspark_store.precompute.settings import PrecomputeConfig, convert_setting, kind, settings
 from dspark_store.precompute.upstream_yaml import is_upstream, settings_of
+from dspark_store.sources.specs import read_words
 
 __all__ = ["PrecomputeConfig", "config_from", "parse_arguments"]
 
@@ -26,6 +27,8 @@ def parse_arguments(arguments: Sequence[str]) -> PrecomputeConfig:
     given = vars(_parser().parse_args(arguments))
     path = given.pop("config")
     flags = {name: value for name, value in given.items() if value is not None}
+    if "input_data" in flags:
+        flags["input_data"] = read_words(flags["input_data"])
     document = _read_yaml(Path(path)) if path else {}
     if not is_upstream(document):
         return config_from({**document, **flags})

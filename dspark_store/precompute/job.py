@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -25,7 +26,9 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.batches import BATCHING_RULE
 from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
-from dspark_store.sources import ChatSource, Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
+from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.registry import build_source
+from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
 from dspark_store.target import (
     TargetSource,
     build_target_layer_ids,
@@ -118,19 +121,32 @@ def plan_job(config: PrecomputeConfig) -> Job:
     tokenizer = load_tokenizer(target)
     check_fits(text_config(target_config), config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
     apply_chat_template_option(tokenizer, config.chat_template)
-    source = ChatSource(
-        config.input_data,
-        tokenizer,
-        seq_length=config.seq_length,
-        split=config.split,
-        shuffle_seed=config.shuffle_seed,
-        mask_reasoning_content=config.mask_reasoning_content,
-        max_samples=config.max_samples,
-        num_workers=config.num_workers,
-    )
+    source = build_source(parse_source(config.input_data), _source_context(config, tokenizer, target_config))
     pad = _pad_token_id(tokenizer)
     record = _new_record(config, target, target_config, tokenizer, source, layer_ids, pad, compute_dtype, depth)
     return Job(config, target, source, pad, compute_dtype, record, num_layers)
+
+
+def _source_context(
+    config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase, target_config: PretrainedConfig
+) -> SourceContext:
+    return SourceContext(
+        seq_length=config.seq_length,
+        load_tokenizer=lambda: tokenizer,
+        vocab_size=int(text_config(target_config).vocab_size),
+        split=config.split,
+        shuffle_seed=config.shuffle_seed,
+        seed=42 if config.shuffle_seed is None else config.shuffle_seed,
+        max_samples=config.max_samples,
+        num_workers=config.num_workers,
+        on_bad_row=cast("Literal['error', 'skip']", config.on_bad_row),
+        max_refused=config.max_refused,
+        min_supervised=config.min_supervised,
+        over_long=cast("Literal['truncate', 'drop', 'split']", config.over_long),
+        truncation_side=cast("Literal['right', 'left'] | None", config.truncation_side),
+        mask_reasoning_content=config.mask_reasoning_content,
+        mask_headers=config.mask_headers,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +197,11 @@ def _layer_ids(config: PrecomputeConfig, text: PretrainedConfig) -> list[int]:
     return build_target_layer_ids(depth, config.draft_num_hidden_layers)
 
 
+def _written(source: SpecValue) -> str:
+    """Return a source as text: upstream's manifest has a path there."""
+    return source if isinstance(source, str) else json.dumps(source, default=str, sort_keys=True)
+
+
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token_id, int):
@@ -216,7 +237,7 @@ def _new_record(
         num_samples=0,
         shard_size=config.shard_size,
         target_layer_ids=layer_ids,
-        train_data_path=config.input_data,
+        train_data_path=_written(config.input_data),
         train_split=config.split,
         shuffle_seed=config.shuffle_seed,  # type: ignore[arg-type] # upstream knows no unshuffled store
         mask_reasoning_content=config.mask_reasoning_content,
@@ -248,6 +269,7 @@ def _new_record(
         dtype=dtype,
         codec=config.codec,
         chunk_tokens=chunk_tokens,
+        sources=source.origins() if len(source.origins()) > 1 else (),
     )
     schema.columns()  # a codec whose package is missing is refused here
     return StoreRecord(

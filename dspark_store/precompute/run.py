@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import LocalStorage
@@ -119,12 +118,13 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
             rows = [row for shard in missing for row in recorded.schema.tokens.rows(shard)]
         volume = Volume.of(schema, index.length[rows].tolist(), index.supervised[rows].tolist())
     else:
-        lengths, supervised = np.zeros(len(job.source), np.int64), np.zeros(len(job.source), np.int64)
+        lengths, supervised = array("q"), array("q")
         with Progress("tokenise", len(job.source), "rows") as progress:
-            for position, sample in enumerate(job.source.read()):
-                lengths[position], supervised[position] = len(sample.input_ids), int(sample.loss_mask.sum())
-                progress.advance(1)
-        volume = Volume.of(schema, lengths.tolist(), supervised.tolist())
+            for sample in job.source.read():
+                lengths.append(len(sample.input_ids))
+                supervised.append(int(sample.loss_mask.sum()))
+                progress.reach(job.source.record_of(sample.cursor), lambda: "")
+        volume = Volume.of(schema, lengths, supervised)
     rate = job.config.tokens_per_second or _recorded_rate(recorded)
     for line in estimate_lines(schema, job.new_record.last_layer, volume, storage.free_bytes(), rate):
         print(line)

@@ -7,17 +7,21 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
+from dspark_store.sources.specs import SpecValue, parse_source
 
 _COMPUTE_DTYPES = ("auto", "bf16", "fp16", "fp32")
 _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_BAD_ROWS = ("error", "skip")
+_OVER_LONG = ("truncate", "drop", "split")
+_SIDES = ("right", "left")
 _REDUCE_DTYPES = ("compute", "fp32", "gather")
 _AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
 _AT_LEAST_ONE = (
@@ -64,7 +68,9 @@ class PrecomputeConfig:
     """Everything a precompute is told. The names are the flags' names with underscores."""
 
     target_model: str = _setting("the target: a hub id, a directory, or a .gguf file")
-    input_data: str = _setting("JSONL of conversations with OpenAI-style messages")
+    input_data: SpecValue = _setting(  # noqa: RUF009 - it makes a field, as all of these do
+        "files, globs or datasets of conversations, or any other source (docs/sources.md)", nargs="+", type=str
+    )
     output_dir: str = _setting("where the store is written")
     seq_length: int = _setting("S, the most tokens a sample has; longer conversations are truncated", 2048)
     batch_size: int = _setting("samples a forward", 4)
@@ -72,6 +78,18 @@ class PrecomputeConfig:
     dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
     device: str = _setting("where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
     num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0)
+    on_bad_row: str = _setting(
+        "what a row that cannot be used does: end the job, or be skipped and counted", "error", choices=_BAD_ROWS
+    )
+    max_refused: float = _setting("share of the rows that may be skipped as unusable before it is an error", 0.01)
+    over_long: str = _setting(
+        "what becomes of conversations of more than S tokens: cut, left out, or split", "truncate", choices=_OVER_LONG
+    )
+    truncation_side: str | None = _setting(
+        "where they are cut: the tokenizer's side if not given", None, choices=_SIDES
+    )
+    min_supervised: int = _setting("leave out samples with fewer supervised tokens", 0)
+    mask_headers: bool = _setting("do not supervise the role headers of assistant messages", False)
     split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None)
     shuffle_seed: int | None = _setting(
         "seed of the order of rows; none keeps the file's order", 42, type=_shuffle_seed
@@ -127,10 +145,12 @@ class PrecomputeConfig:
         """Raise ValueError naming the first setting that cannot be."""
         for name in _AT_LEAST_ONE:
             self._at_least(name, 1)
-        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size"):
+        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size", "min_supervised"):
             self._at_least(name, 0)
         for name in ("tokens_per_second", "lease_seconds", "timeout_minutes"):
             self._is_positive(name)
+        if not 0 <= self.max_refused <= 1:
+            raise ValueError(f"max-refused must be between 0 and 1, got {self.max_refused}")
         if self.shard_size % self.batch_size:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
         for setting in fields(self):
@@ -225,6 +245,9 @@ def kind(setting: dataclasses.Field[Any]) -> Callable[[Any], object]:
 
 
 def _converted(setting: dataclasses.Field[Any], value: object) -> object:
+    if setting.name == "input_data":
+        parse_source(cast(SpecValue, value))  # kept as it was given, once it is known to be one
+        return value
     if setting.metadata.get("nargs"):
         return tuple(_whole_number(item) for item in (value if isinstance(value, list | tuple) else [value]))
     if isinstance(setting.default, bool):
@@ -243,6 +266,8 @@ def _converted(setting: dataclasses.Field[Any], value: object) -> object:
 
 
 def _expected(setting: dataclasses.Field[Any]) -> str:
+    if setting.name == "input_data":
+        return "a source of tokens: a path, a mapping with a type, or a list"
     if setting.metadata.get("nargs"):
         return "a list of whole numbers"
     if setting.name == "shuffle_seed":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from dspark_store.format.manifest import StoreRecord
@@ -25,30 +25,39 @@ def tokenise(
     """
     ledger = token_ledger(storage)
     committed = set(ledger.committed())
+    last = max(committed, default=-1)
     with Progress("tokenise", len(source), "rows") as progress:
-        shard, cursor, tokens = 0, 0, 0
+        shard, cursor, tokens, ended = 0, 0, 0, False
         samples: Iterator[Sample] | None = None
-        while cursor < len(source):
+        while not ended:
+            before = source.record_of(cursor)
             if shard in committed:
                 count, cursor, samples = int(ledger.row(shard)[2, 1]), int(ledger.row(shard)[2, 0]), None
             else:
                 samples = source.read(cursor) if samples is None else samples
-                rows = _take(samples, record.schema.shard_size)
-                if not len(rows):
-                    raise SourceError(
-                        f"the source ended at record {cursor} of {len(source)}: it changed while it was read"
-                    )
-                cursor, count = cursor + len(rows), len(rows)
-                write_token_shard(storage, record, shard, rows, cursor)
-                tokens += sum(rows.lengths)
-            progress.advance(count, f"{tokens:,} new tokens")
-            shard += 1
+                taken = list(islice(samples, record.schema.shard_size))
+                count = len(taken)
+                if taken:
+                    cursor = taken[-1].cursor
+                    write_token_shard(storage, record, shard, _rows(taken), cursor)
+                    tokens += sum(len(sample.input_ids) for sample in taken)
+            ended = count < record.schema.shard_size
+            if ended and shard < last:
+                raise SourceError(
+                    f"the source ended at record {source.record_of(cursor)} of {len(source)}: it changed while it was "
+                    "read"
+                )
+            progress.advance(source.record_of(cursor) - before, f"{tokens:,} new tokens")
+            shard += count > 0
             check()
     if shard == 0:
         raise SourceError("the source has no samples")
     return settle_tokens(storage, record)
 
 
-def _take(samples: Iterator[Sample], count: int) -> TokenRows:
-    taken = list(islice(samples, count))
-    return TokenRows([sample.input_ids for sample in taken], [sample.loss_mask for sample in taken])
+def _rows(samples: Sequence[Sample]) -> TokenRows:
+    return TokenRows(
+        [sample.input_ids for sample in samples],
+        [sample.loss_mask for sample in samples],
+        [sample.origin for sample in samples],
+    )

@@ -1,16 +1,29 @@
-"""Where tokens come from: conversations in files, with the loss mask of what the assistant said."""
+"""Where tokens come from: conversations, tokens and corpora, alone or blended, each with its loss mask."""
 
+from dspark_store.sources.blend import Blend, Part, PartShare
 from dspark_store.sources.chat import ChatSource
+from dspark_store.sources.dummy import DummySource
 from dspark_store.sources.identity import chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.registry import build_source, source_names
 from dspark_store.sources.source import Sample, Source, SourceError
+from dspark_store.sources.specs import SourceContext, SourceSpec, parse_source
 from dspark_store.sources.template import apply_chat_template_option
 
 __all__ = [
+    "Blend",
     "ChatSource",
+    "DummySource",
+    "Part",
+    "PartShare",
     "Sample",
     "Source",
+    "SourceContext",
     "SourceError",
+    "SourceSpec",
     "apply_chat_template_option",
+    "build_source",
     "chat_template_sha256",
+    "parse_source",
+    "source_names",
     "tokenizer_sha256",
 ]

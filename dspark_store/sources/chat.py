@@ -1,30 +1,44 @@
-"""Conversations in a JSON Lines or JSON file as a source of samples."""
+"""Rows of conversations, or of tokens, as a source of samples."""
 
-from collections.abc import Iterator
-from os import PathLike
+import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.encode import Encoder, EncoderSettings, RawRow, encode_in_workers
-from dspark_store.sources.jsonl import open_rows
-from dspark_store.sources.order import select_rows
+from dspark_store.sources.cutting import Cutting
+from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
+from dspark_store.sources.files import DataPath, open_rows
+from dspark_store.sources.masks import MaskOptions
+from dspark_store.sources.order import select_rows, split_name
+from dspark_store.sources.report import SourceReport
+from dspark_store.sources.rows import RowData
 from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.workers import encode_here, encode_in_workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROWS_PER_TASK = 64
+ON_BAD_ROW = ("error", "skip")
+_PARTS = 2**24  # pieces that one row may be divided into
+
+logger = logging.getLogger(__name__)
+
 
 class ChatSource:
-    """One sample a conversation: its chat-template tokens, and a mask of what the assistant said.
+    """The chat-template tokens of conversations, and a mask of what the assistant said.
 
-    The file is read through once here, for its content hash and the place of every row, and then by offset, so
-    that memory does not grow with it. Rows are checked when they are read.
+    The data is read through once here, for its content hash and the place of every row, and then by row, so that
+    memory does not grow with it. Rows are checked when they are read; `report` tells what became of them.
     """
 
     def __init__(
         self,
-        path: str | PathLike[str],
-        tokenizer: "PreTrainedTokenizerBase",
+        path: DataPath | Sequence[DataPath],
+        tokenizer: "PreTrainedTokenizerBase | None",
         *,
         seq_length: int,
         split: str | None = None,
@@ -32,41 +46,69 @@ class ChatSource:
         mask_reasoning_content: bool = False,
         max_samples: int | None = None,
         num_workers: int = 0,
+        mask_headers: bool = False,
+        truncation_side: str | None = None,
+        over_long: str = "truncate",
+        min_supervised: int = 0,
+        on_bad_row: str = "error",
+        max_refused: float = 0.01,
+        subset: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """Open the file and check the options.
+        """Open the data and check the options.
 
         Args:
-            path: a .jsonl or .ndjson file of one conversation a line, or a .json file of a list of them.
-            tokenizer: with a chat template (see `apply_chat_template_option`).
-            seq_length: longer conversations are cut to this many tokens, at the tokenizer's `truncation_side`.
+            path: files, globs, directories or datasets (see `files.open_rows`) whose rows are conversations, or
+                tokens (`input_ids`, see `tokenrows.read_tokens`).
+            tokenizer: with a chat template (see `apply_chat_template_option`); None if all rows are tokens.
+            seq_length: the most tokens of a sample.
             split: None or `name[a:b]`, a slice of the rows after the shuffle.
-            shuffle_seed: None for the order of the file, else the seed of the permutation of `order.select_rows`.
+            shuffle_seed: None for the order of the data, else the seed of the permutation of `order.select_rows`.
             mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
             max_samples: read at most this many rows, after shuffle and split.
             num_workers: processes that tokenise; 0 for this one. The samples are the same.
+            mask_headers: do not supervise the role headers of assistant messages, where the template has no
+                generation tags.
+            truncation_side: where long rows are cut, "right" or "left"; None for the tokenizer's own.
+            over_long: "truncate", "drop" or "split" long rows (see `cutting.Cutting`).
+            min_supervised: leave out samples with fewer supervised tokens.
+            on_bad_row: "error" ends at a row that cannot be used; "skip" leaves it out and counts it. Lone
+                surrogates make a row one that cannot be used, or are replaced by U+FFFD and counted.
+            max_refused: the share of the rows that may be left out as unusable before it is an error.
+            subset: the configuration of a dataset on the hub.
+            vocab_size: ids of rows that are tokens already must be below it.
 
         Raises:
             FileNotFoundError: there is no such file.
-            SourceError: the file has no rows, or an option or the chat template cannot be used.
+            SourceError: there are no rows, or an option or the chat template cannot be used.
 
         """
-        if seq_length < 1:
-            raise SourceError(f"seq_length is {seq_length}; expected at least 1")
-        if num_workers < 0:
-            raise SourceError(f"num_workers is {num_workers}; expected 0 or more")
-        self._settings = EncoderSettings(tokenizer, seq_length, tokenizer.truncation_side, mask_reasoning_content)
+        side = truncation_side or ("right" if tokenizer is None else tokenizer.truncation_side)
+        cutting = Cutting(seq_length, over_long, side, min_supervised)
+        cutting.check()
+        _check(num_workers, on_bad_row, max_refused)
+        masking = MaskOptions(mask_reasoning_content, mask_headers)
+        self._settings = EncoderSettings(tokenizer, cutting, masking, vocab_size, on_bad_row == "skip")
         self._encoder = Encoder(self._settings)
-        self._file = open_rows(path)
-        self._rows = select_rows(len(self._file), split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+        self._data = open_rows(path, split=split_name(split), subset=subset)
+        self._rows = select_rows(len(self._data), split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
         self._num_workers = num_workers
+        self._on_bad_row = on_bad_row
+        self._max_refused = max_refused
+        self._parts = _PARTS if over_long == "split" else 1
+        self._report = SourceReport()
         self._identity: dict[str, JsonValue] = {
-            "type": "chat",
-            "content_sha256": self._file.content_sha256,
+            "type": "tokens" if tokenizer is None else "chat",
+            "content_sha256": self._data.content_sha256,
             "split": split,
             "shuffle_seed": shuffle_seed,
             "max_samples": max_samples,
             "mask_reasoning_content": mask_reasoning_content,
-            "truncation_side": self._settings.truncation_side,
+            "mask_headers": mask_headers,
+            "truncation_side": side,
+            "over_long": over_long,
+            "min_supervised": min_supervised,
+            "on_bad_row": on_bad_row,
         }
 
     def identity(self) -> dict[str, JsonValue]:
@@ -77,22 +119,118 @@ class ChatSource:
         """Return the number of rows after split, shuffle and `max_samples`."""
         return len(self._rows)
 
-    def read(self, start: int = 0) -> Iterator[Sample]:
-        """Yield the samples of the rows from position `start` on.
+    def origins(self) -> tuple[str, ...]:
+        """Return one empty name: there are no parts."""
+        return ("",)
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Return None: lengths are known when the rows are tokenised."""
+        return None
+
+    def report(self) -> SourceReport:
+        """Return what became of the rows read so far, by all calls of `read` together."""
+        return self._report
+
+    def where(self, record: int) -> str:
+        """Return the file and the place in it of a record, for messages."""
+        return self._data.where(self._rows[record])
+
+    def read(self, cursor: int = 0) -> Iterator[Sample]:
+        """Yield the samples from the cursor on.
 
         Raises:
-            ValueError: `start` is not in [0, len].
-            SourceError: a row cannot be used (the message names the file and the line), or the file was changed.
+            ValueError: there is no such cursor.
+            SourceError: a row cannot be used and may not be skipped (the message names the file and the line), or
+                the data was changed.
 
         """
-        if not 0 <= start <= len(self):
-            raise ValueError(f"start is {start}; expected 0 to {len(self)}, the number of records")
-        rows = self._raw_rows(start)
-        if self._num_workers:
-            return encode_in_workers(self._settings, rows, self._num_workers)
-        return map(self._encoder.encode, rows)
+        if not 0 <= cursor <= len(self) * self._parts:
+            raise ValueError(f"cursor is {cursor}; expected 0 to {len(self) * self._parts}")
+        return self._read(*divmod(cursor, self._parts))
 
-    def _raw_rows(self, start: int) -> Iterator[RawRow]:
-        rows = self._rows[start:]
-        for row, text in zip(rows, self._file.read(rows), strict=True):
-            yield self._file.where(row), text
+    def record_of(self, cursor: int) -> int:
+        """Return how many rows are passed at a cursor."""
+        return cursor // self._parts
+
+    def sample(self, record: int) -> Sample:
+        """Return the (first) sample of one row; SourceError if it cannot be used or gives none."""
+        if not 0 <= record < len(self):
+            raise IndexError(f"record is {record}; expected 0 to {len(self) - 1}")
+        try:
+            (encoded,) = self._encoder.encode(self._data.take([self._rows[record]]))
+        finally:
+            self._data.close()
+        if encoded.error is not None:
+            raise SourceError(f"{self.where(record)}: {encoded.error}")
+        if not encoded.cut.pieces:
+            reason = "longer than seq_length" if encoded.cut.dropped else "fewer supervised tokens than min_supervised"
+            raise SourceError(f"{self.where(record)}: the row is left out ({reason})")
+        return next(self._samples(record, encoded, 0))
+
+    def _read(self, first: int, part: int) -> Iterator[Sample]:
+        allowed = self._max_refused * (len(self) - first)
+        refused = 0
+        for record, encoded in enumerate(self._encoded(first), first):
+            if encoded.error is not None:
+                self._refuse(record, encoded.error)
+                refused += 1
+                if refused > allowed:
+                    raise SourceError(
+                        f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
+                        f"max_refused ({self._max_refused:.2%} of {len(self) - first:,} rows)"
+                    )
+            self._count(record, encoded)
+            yield from self._samples(record, encoded, part if record == first else 0)
+
+    def _encoded(self, first: int) -> Iterator[Encoded]:
+        tasks = self._tasks(first)
+        if self._num_workers:
+            return encode_in_workers(self._settings, tasks, self._num_workers)
+        return encode_here(self._encoder, tasks)
+
+    def _tasks(self, first: int) -> Iterator[list[RowData]]:
+        try:
+            for start in range(first, len(self), ROWS_PER_TASK):
+                yield self._data.take(list(self._rows[start : start + ROWS_PER_TASK]))
+        finally:
+            self._data.close()
+
+    def _samples(self, record: int, encoded: Encoded, part: int) -> Iterator[Sample]:
+        pieces = encoded.cut.pieces
+        for index in range(part, len(pieces)):
+            last = index + 1 == len(pieces)
+            cursor = (record + 1) * self._parts if last else record * self._parts + index + 1
+            yield Sample(*pieces[index], cursor)
+
+    def _refuse(self, record: int, error: str) -> None:
+        where = self.where(record)
+        if self._on_bad_row == "error":
+            raise SourceError(f"{where}: {error}")
+        self._report.refuse(where, error)
+
+    def _count(self, record: int, encoded: Encoded) -> None:
+        report, cut = self._report, encoded.cut
+        for warning in encoded.warnings:
+            logger.warning("%s: %s", self.where(record), warning)
+        supervised = [int(mask.sum()) for _, mask in cut.pieces]
+        report.read += 1
+        report.kept += bool(cut.pieces)
+        report.samples += len(cut.pieces)
+        report.tokens += sum(len(ids) for ids, _ in cut.pieces)
+        report.supervised += sum(supervised)
+        report.truncated += cut.truncated
+        report.split += cut.split
+        report.dropped += cut.dropped
+        report.unsupervised += supervised.count(0)
+        report.too_few_supervised += cut.too_few_supervised
+        report.replaced += encoded.replaced
+        report.empty += encoded.empty
+
+
+def _check(num_workers: int, on_bad_row: str, max_refused: float) -> None:
+    if num_workers < 0:
+        raise SourceError(f"num_workers is {num_workers}; expected 0 or more")
+    if on_bad_row not in ON_BAD_ROW:
+        raise SourceError(f"on_bad_row is {on_bad_row!r}; expected one of {', '.join(ON_BAD_ROW)}")
+    if not 0 <= max_refused <= 1:
+        raise SourceError(f"max_refused is {max_refused}; expected a share from 0 to 1")

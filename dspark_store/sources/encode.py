@@ -1,134 +1,114 @@
-"""From the text of one row to its sample, here or in worker processes."""
+"""From the data of rows to their samples."""
 
-import multiprocessing
-import os
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from itertools import batched
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dspark_store.sources.jsonl import parse_row
-from dspark_store.sources.masks import tokens_and_mask
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_store.sources.cutting import Cut, Cutting, cut
+from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import read_conversation
 from dspark_store.sources.rendering import Renderer
-from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.rows import RowData, parse_row
+from dspark_store.sources.source import SourceError
+from dspark_store.sources.tokenrows import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_PER_TASK = 32
-TASKS_PER_WORKER = 2
-
-type RawRow = tuple[str, bytes]  # its place, for messages, and its JSON text
-
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """What an encoder is made from. It travels to worker processes, so it holds nothing that cannot be pickled."""
+    """What an encoder is made from. It travels to worker processes, so it holds nothing that cannot be pickled.
 
-    tokenizer: "PreTrainedTokenizerBase"
-    seq_length: int
-    truncation_side: str
-    mask_reasoning_content: bool
+    Attributes:
+        tokenizer: with a chat template; None if all rows are tokens already.
+        cutting: what becomes of long rows.
+        masking: what of an assistant message is not supervised.
+        vocab_size: the ids of rows that are tokens already must be below it, if given.
+        replace_surrogates: replace lone surrogates instead of refusing their row.
+
+    """
+
+    tokenizer: "PreTrainedTokenizerBase | None"
+    cutting: Cutting
+    masking: MaskOptions = field(default_factory=MaskOptions)
+    vocab_size: int | None = None
+    replace_surrogates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of one row: its pieces, or why it cannot be used. Messages do not name the place.
+
+    Attributes:
+        cut: the pieces.
+        error: what is wrong with the row.
+        empty: the row renders to no tokens, which is wrong too.
+        replaced: lone surrogates were replaced.
+        warnings: what was odd about it.
+
+    """
+
+    cut: Cut = field(default_factory=lambda: Cut([]))
+    error: str | None = None
+    empty: bool = False
+    replaced: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 class Encoder:
-    """Turns rows into samples of at most `seq_length` tokens."""
+    """Turns rows into samples of at most `seq_length` tokens, many in one call of the tokenizer."""
 
     def __init__(self, settings: EncoderSettings) -> None:
         """Look at the tokenizer's template; SourceError if it cannot be used."""
         self._settings = settings
-        self._renderer = Renderer(settings.tokenizer)
+        self._renderer = None if settings.tokenizer is None else Renderer(settings.tokenizer)
 
-    def encode(self, row: RawRow) -> Sample:
-        """Return the sample of one row; SourceError, with the row's place, if the row cannot be used."""
-        where, text = row
+    def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
+        """Return what becomes of each row."""
+        read = [self._read(row) for row in rows]
+        rendered = [row.content for row in read if isinstance(row.content, Rendered)]
+        texts = [conversation.text for conversation in rendered]
+        tokens = iter(self._renderer.tokenise(texts) if self._renderer is not None else [])
+        encoded = []
+        for row in read:
+            if isinstance(row.content, str):
+                encoded.append(Encoded(error=row.content))
+            elif isinstance(row.content, Rendered) and self._renderer is not None:
+                its = next(tokens)
+                mask = loss_mask(self._renderer, row.content, its)
+                encoded.append(self._cut(its.ids, mask, row.replaced, row.content.warnings))
+            elif isinstance(row.content, tuple):
+                encoded.append(self._cut(*row.content, row.replaced, []))
+        return encoded
+
+    def _read(self, data: RowData) -> "_Read":
         try:
-            ids, mask = tokens_and_mask(
-                self._renderer,
-                read_conversation(parse_row(text)),
-                mask_reasoning_content=self._settings.mask_reasoning_content,
-                where=where,
-            )
-            if not len(ids):
-                raise SourceError("the chat template renders the conversation to no tokens")
+            row, replaced = parse_row(data)
+            if replaced and not self._settings.replace_surrogates:
+                raise SourceError("the row holds half of a surrogate pair, which is no Unicode text")
+            if row.get("input_ids") is not None:
+                return _Read(read_tokens(row, self._settings.vocab_size), replaced)
+            if self._renderer is None:
+                raise SourceError(
+                    f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}"
+                )
+            return _Read(render_with_spans(self._renderer, read_conversation(row), self._settings.masking), replaced)
         except SourceError as error:
-            raise SourceError(f"{where}: {error}") from error
-        length = self._settings.seq_length
-        kept = slice(-length, None) if self._settings.truncation_side == "left" else slice(length)
-        return Sample(ids[kept].copy(), mask[kept].copy())
+            return _Read(str(error))
 
-
-def encode_in_workers(settings: EncoderSettings, rows: Iterable[RawRow], num_workers: int) -> Iterator[Sample]:
-    """Yield the samples of the rows in order, encoded by `num_workers` processes.
-
-    At most `ROWS_PER_TASK * TASKS_PER_WORKER` rows a worker are read ahead. The processes are spawned, never forked.
-
-    Raises:
-        SourceError: a row cannot be used; raised in its place, after the samples of the rows before it.
-        RuntimeError: a process died.
-
-    """
-    executor = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(settings,)
-    )
-    pending: deque[Future[_Encoded]] = deque()
-    try:
-        for task in batched(rows, ROWS_PER_TASK):
-            pending.append(executor.submit(_encode_task, task))
-            if len(pending) >= num_workers * TASKS_PER_WORKER:
-                yield from _samples_of(pending.popleft().result())
-        while pending:
-            yield from _samples_of(pending.popleft().result())
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of the {num_workers} tokenising processes died (killed, or out of memory?); "
-            "num_workers = 0 tokenises in this process"
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
+    def _cut(self, ids: NDArray[np.int32], mask: NDArray[np.uint8], replaced: bool, warnings: list[str]) -> Encoded:
+        if not len(ids):
+            return Encoded(error="the row has no tokens (does the chat template render anything?)", empty=True)
+        return Encoded(cut(ids, mask, self._settings.cutting), replaced=replaced, warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True)
-class _Encoded:
-    """The samples of a task up to the first row that cannot be used, and what is wrong with that one."""
+class _Read:
+    """A row before its text is tokenised: its text, its tokens, or what is wrong with it."""
 
-    samples: list[Sample]
-    error: str | None
-
-
-_encoder_here: list[Encoder] = []  # the one encoder of a worker process, put there by its initializer
-
-
-def _start_worker(settings: EncoderSettings) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder_here.append(Encoder(settings))
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone: its queues alone would keep it waiting for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode_task(rows: tuple[RawRow, ...]) -> _Encoded:
-    (encoder,) = _encoder_here
-    samples: list[Sample] = []
-    for row in rows:
-        try:
-            samples.append(encoder.encode(row))
-        except SourceError as error:
-            return _Encoded(samples, str(error))
-    return _Encoded(samples, None)
-
-
-def _samples_of(encoded: _Encoded) -> Iterator[Sample]:
-    yield from encoded.samples
-    if encoded.error is not None:
-        raise SourceError(encoded.error)
+    content: Rendered | tuple[NDArray[np.int32], NDArray[np.uint8]] | str
+    replaced: bool = False

@@ -19,6 +19,7 @@ SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "tool": "tool",
 }
 
 
@@ -34,7 +35,7 @@ def read_conversation(row: Mapping[str, JsonValue]) -> Conversation:
     """Read a row in OpenAI's shape (`messages`, optional `tools`) or in ShareGPT's (`conversations`).
 
     Contents become strings: the text parts of a list joined with one space, "" for null, `str()` of anything else.
-    Keys that are not known here are kept, since a template may know them.
+    Keys that are not known here are kept, since a template may know them; null is the same as no key.
 
     Raises:
         SourceError: what is wrong, with the path in the row, such as `messages[1].tool_calls[0].id`.
@@ -77,6 +78,8 @@ def _from_sharegpt(turn: Message, where: str) -> Message:
         raise SourceError(f"{where}: unknown speaker {_shown(speaker)}, expected one of {', '.join(SHAREGPT_ROLES)}")
     content = turn["value"] if turn.get("value") is not None else turn.get("content")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker == "tool" and not rest.get("tool_call_id"):
+        rest["tool_call_id"] = "call_0"  # ShareGPT has no ids: a result answers the call before it
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": content}
 
 
@@ -86,11 +89,12 @@ def _normalised(turn: Message, where: str) -> Message:
         raise SourceError(f"{where}.role is {_shown(role)}, expected one of {', '.join(ROLES)}")
     message = {**turn, "content": _text(turn.get("content"), f"{where}.content")}
     if role == "assistant":
-        if "reasoning_content" in turn:
-            message["reasoning_content"] = _reasoning(turn["reasoning_content"], f"{where}.reasoning_content")
-        if message.get("tool_calls") is None:
-            message.pop("tool_calls", None)  # null is what columnar files hold in messages without calls
-        else:
+        for field in ("reasoning_content", "tool_calls"):
+            if message.get(field) is None:
+                message.pop(field, None)  # null is what columnar files hold in messages that have none
+        if "reasoning_content" in message:
+            _check_string(message["reasoning_content"], f"{where}.reasoning_content")
+        if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     if role == "tool":
         call_id = turn.get("tool_call_id")
@@ -115,12 +119,9 @@ def _text(content: JsonValue, where: str) -> str:
     return " ".join(texts)
 
 
-def _reasoning(reasoning: JsonValue, where: str) -> str:
-    if reasoning is None:
-        return ""
-    if not isinstance(reasoning, str):
-        raise SourceError(f"{where} must be a string or null, got {_shown(reasoning)}")
-    return reasoning
+def _check_string(value: JsonValue, where: str) -> None:
+    if not isinstance(value, str):
+        raise SourceError(f"{where} must be a string or null, got {_shown(value)}")
 
 
 def _tool_calls(calls: JsonValue, where: str) -> list[JsonValue]:

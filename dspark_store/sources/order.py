@@ -7,20 +7,26 @@ import numpy as np
 
 from dspark_store.sources.source import SourceError
 
-_SLICE = re.compile(r"\w+(?:\[(\d*):(\d*)\])?", re.ASCII)
+_BOUND = r"(-?\d+%?)?"
+_SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[{_BOUND}:{_BOUND}\])?", re.ASCII)
+
+
+def split_name(split: str | None) -> str | None:
+    """Return the name in `name[a:b]`; SourceError if the split is malformed."""
+    return None if split is None else _matched(split)[1]
 
 
 def select_rows(count: int, *, split: str | None, shuffle_seed: int | None, max_samples: int | None) -> Sequence[int]:
     """Return the row numbers to read, of `count` rows, in order.
 
     First all rows are permuted, by `numpy.random.Generator(numpy.random.PCG64(shuffle_seed)).permutation(count)`
-    (None: the order of the file), then the slice is taken, then the first `max_samples`. Slices of one seed that do
-    not overlap are therefore disjoint.
+    (None: the order of the data), then the slice is taken, then the first `max_samples`. Slices of one seed that do
+    not overlap are therefore disjoint, and slices in percent that meet leave out no row.
 
     Args:
-        count: rows in the file.
-        split: None, `name` or `name[a:b]`, with a and b non-negative or left out. The name is not looked at: a file
-            is one split.
+        count: rows there are.
+        split: None, `name` or `name[a:b]`, with a and b left out, whole numbers or percentages (rounded to the
+            nearest row), counted from the end if negative. The name is not looked at here.
         shuffle_seed: a non-negative integer or None.
         max_samples: at least 1, or None for all.
 
@@ -28,7 +34,7 @@ def select_rows(count: int, *, split: str | None, shuffle_seed: int | None, max_
         SourceError: an option is malformed, or no row is left.
 
     """
-    chosen = _parse_split(split)
+    chosen = _parse_split(split, count)
     if shuffle_seed is not None and shuffle_seed < 0:
         raise SourceError(f"shuffle seed {shuffle_seed} is negative; expected a non-negative integer or none")
     if max_samples is not None and max_samples < 1:
@@ -43,14 +49,32 @@ def select_rows(count: int, *, split: str | None, shuffle_seed: int | None, max_
     return rows
 
 
-def _parse_split(split: str | None) -> slice:
+def _parse_split(split: str | None, count: int) -> slice:
     if split is None:
         return slice(None)
-    match = _SLICE.fullmatch(split)
+    match = _matched(split)
+    start, stop = (_row(split, bound, count) for bound in match.group(2, 3))
+    return slice(start, stop)
+
+
+def _matched(split: str) -> re.Match[str]:
+    match = _SPLIT.fullmatch(split)
     if match is None:
         raise SourceError(
-            f"split {split!r} is not understood; expected name[a:b] with non-negative integers a and b, either of "
-            "which may be left out (train[:1000]), or a name or no split for all rows"
+            f"split {split!r} is not understood; expected name[a:b] where a and b are rows or percentages, either of "
+            "which may be left out (train[:1000], train[90%:]), or a name or no split for all rows"
         )
-    start, stop = (int(bound) if bound else None for bound in match.groups())
-    return slice(start, stop)
+    return match
+
+
+def _row(split: str, bound: str | None, count: int) -> int | None:
+    if bound is None:
+        return None
+    if not bound.endswith("%"):
+        return int(bound)
+    percent = int(bound[:-1])
+    if not -100 <= percent <= 100:
+        raise SourceError(f"split {split!r} goes to {bound}; expected at most 100%")
+    row = (abs(percent) * count + 50) // 100
+    # Of no rows at the end, none; a slice would take -0 for the beginning.
+    return row if percent >= 0 else count - row

@@ -1,35 +1,36 @@
 """Where the reasoning of assistant messages stands in a rendered conversation."""
 
-import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.sources.messages import Message
-from dspark_store.sources.rendering import Renderer, Tokens
+from dspark_store.sources.rendering import Renderer, Span, Tokens
 
-logger = logging.getLogger(__name__)
-
-type Span = tuple[int, int]
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # transformers takes each for the others
 
 
 def reasoning_spans(
-    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], text: str, where: str = ""
+    render: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message],
+    text: str,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> list[Span]:
     """Return the stretches [start, stop) of `text` that hold the reasoning of assistant messages.
 
     Each message is rendered twice more: with a marker for its reasoning, which gives the exact place, and without
-    reasoning, which shows what vanishes along with it (delimiters; they belong to the stretch). A warning names the
-    messages whose reasoning the template leaves out.
+    reasoning, which shows what vanishes along with it (delimiters; they belong to the stretch).
 
     Args:
         render: messages to text.
         messages: the conversation.
         text: its render.
-        where: the place of the conversation, for the warning.
+        warn: told of each message whose reasoning the template leaves out.
 
     """
     marker = "\ue000\ue001"  # of private use: no template strips, cuts or capitalises them
@@ -47,7 +48,7 @@ def reasoning_spans(
 
         span = removed_span(text, replaced(""), _marked_span(text, replaced(marker), marker))
         if span is None:
-            logger.warning("%s: the chat template does not render the reasoning of message %d", where, index)
+            warn(f"the chat template does not render the reasoning of message {index}")
         else:
             spans.append(span)
     return spans
@@ -83,13 +84,33 @@ def tokens_in_spans(renderer: Renderer, text: str, tokens: Tokens, spans: Sequen
     """Return which tokens hold any part of the given stretches of the text: bool, shape (length,)."""
     inside = np.zeros(len(tokens.ids), dtype=np.bool_)
     for start, stop in spans:
-        if tokens.starts is not None and tokens.ends is not None:
-            inside |= (_extents(tokens.starts, tokens.ends) < stop) & (tokens.ends > start)
+        if tokens.encoding is not None:
+            _mark(inside, tokens.encoding, start, stop)
         else:
-            before = _shared(tokens.ids, renderer.tokenise(text[:start]).ids)
-            after = _shared(tokens.ids[::-1], renderer.tokenise(text[stop:]).ids[::-1])
+            head, tail = renderer.tokenise([text[:start], text[stop:]])
+            before, after = _shared(tokens.ids, head.ids), _shared(tokens.ids[::-1], tail.ids[::-1])
             inside[before : len(inside) - after] = True
     return inside
+
+
+def _mark(inside: NDArray[np.bool_], encoding: "Encoding", start: int, stop: int) -> None:
+    """Mark the tokens of [start, stop), without looking at any others if both edges are in tokens."""
+    first = encoding.char_to_token(start) if start < stop else None
+    last = encoding.char_to_token(stop - 1) if start < stop else None
+    if first is None or last is None:
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        starts, ends = offsets[:, 0], offsets[:, 1]
+        inside |= (_extents(starts, ends) < stop) & (ends > start)
+        return
+    end = last + 1
+    previous = stop
+    while end < len(inside):  # the other tokens of a character that is several, and empty tokens
+        begins, ends_at = encoding.token_to_chars(end) or (stop, stop)
+        if (min(begins, previous) if begins == ends_at else begins) >= stop:
+            break
+        previous = ends_at
+        end += 1
+    inside[first:end] = True
 
 
 def _extents(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:

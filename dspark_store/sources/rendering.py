@@ -1,8 +1,7 @@
 """A tokenizer and its chat template as one thing: conversations to text, text to tokens."""
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +18,10 @@ from dspark_store.sources.template import (
 )
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+type Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,41 @@ class Tokens:
 
     Attributes:
         ids: int32, shape (length,).
-        starts: int64, shape (length,): where in the text each token begins, in characters; None if the tokenizer
-            cannot tell (it has no fast backend).
-        ends: int64, shape (length,): where it ends; None as above.
+        encoding: what the tokenizer's fast backend says about where in the text they are; None if it has none.
 
     """
 
     ids: NDArray[np.int32]
-    starts: NDArray[np.int64] | None
-    ends: NDArray[np.int64] | None
+    encoding: "Encoding | None"
+
+
+@dataclass(slots=True)
+class TemplateMemory:
+    """What a template writes around contents, by roles: it spares rendering each conversation several times.
+
+    Attributes:
+        openings: before the first content, by its role.
+        gaps: between two contents, by their roles; and where in it the first message ends.
+        closings: behind the last content, by its role.
+        headers: before a content, by the role of the message before and its own, and whether there are tools.
+
+    """
+
+    openings: dict[str, str] = field(default_factory=dict)
+    gaps: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    closings: dict[str, str] = field(default_factory=dict)
+    headers: dict[tuple[str, str, bool], str] = field(default_factory=dict)
 
 
 class Renderer:
-    """Renders conversations with the tokenizer's chat template and tokenises the result."""
+    """Renders conversations with the tokenizer's chat template and tokenises the result.
+
+    Attributes:
+        eos_token: the text of the EOS token.
+        generation_prompt: what the template writes to have the assistant speak; "" if it has no such prompt.
+        memory: what was learned from one conversation and holds for the next (see `turns`).
+
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Look at the template once.
@@ -51,30 +73,35 @@ class Renderer:
             SourceError: the tokenizer has no chat template, or it is not valid Jinja.
 
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
-        self._apply: Any = tokenizer.apply_chat_template  # annotated for messages of strings only
-        self.has_offsets = bool(tokenizer.is_fast)
-        self.eos_token_id: int | None = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
-        tagged = has_generation_tags(self._template(None))
-        if tagged and not self.has_offsets:
-            logger.warning(
-                "%s has no fast backend, so the template's generation tags cannot be mapped to tokens; "
-                "assistant messages are supervised with their headers",
-                type(tokenizer).__name__,
-            )
+        self._render_jinja: Any = render_jinja_template
+        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._has_offsets = bool(tokenizer.is_fast)
+        self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
+        self._templates: dict[bool, str] = {}
+        self._refuse_broken_templates()
         self._folds_system_message = refuses_system_role(tokenizer)
-        self._isolating_ids = _isolating_ids(tokenizer)
+        self.generation_prompt = self._generation_prompt()
+        self.memory = TemplateMemory()
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages as the template can take them: a system message it refuses goes to the first user."""
-        return fold_system_message(messages) if self._folds_system_message else list(messages)
+        """Return the messages as the template can take them.
+
+        A system message that it refuses goes to the first user, and keys whose value is null are left out.
+        """
+        messages = fold_system_message(messages) if self._folds_system_message else messages
+        return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
     def supervises_by_tags(self, tools: list[JsonValue] | None) -> bool:
-        """Tell whether `tokenise_tagged` works for conversations with these tools."""
-        return self.has_offsets and has_generation_tags(self._template(tools))
+        """Tell whether the template for conversations with these tools has generation tags."""
+        return has_generation_tags(self._template(bool(tools)))
 
-    def render(self, messages: Sequence[Message], tools: list[JsonValue] | None) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: list[JsonValue] | None, *, generation_prompt: bool = False
+    ) -> str:
         """Return the text of a conversation; "" for no messages.
 
         Raises:
@@ -83,66 +110,69 @@ class Renderer:
         """
         if not messages:
             return ""
-        try:
-            text: str = self._apply(list(messages), tools=tools, tokenize=False)
-        except RENDER_ERRORS as error:
-            raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
-        return _encodable(text)
+        texts, _ = self._rendered(messages, tools, add_generation_prompt=generation_prompt)
+        return _encodable(texts[0])
 
-    def tokenise(self, text: str) -> Tokens:
-        """Tokenise a rendered text."""
+    def render_tagged(self, messages: Sequence[Message], tools: list[JsonValue] | None) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and the stretches of it inside the template's generation tags."""
+        texts, spans = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        return _encodable(texts[0]), [(int(start), int(stop)) for start, stop in spans[0]]
+
+    def tokenise(self, texts: list[str]) -> list[Tokens]:
+        """Tokenise rendered texts, all in one call of the tokenizer."""
+        if not texts:
+            return []
         encoded: Any = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=self.has_offsets, verbose=False
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
-        return _tokens(encoded["input_ids"], encoded["offset_mapping"] if self.has_offsets else None)
+        encodings = encoded.encodings if self._has_offsets else [None] * len(texts)
+        return [
+            Tokens(np.array(ids, dtype=np.int32), encoding)
+            for ids, encoding in zip(encoded["input_ids"], encodings, strict=True)
+        ]
 
-    def tokenise_tagged(
-        self, messages: Sequence[Message], tools: list[JsonValue] | None
-    ) -> tuple[Tokens, NDArray[np.uint8]]:
-        """Render and tokenise, and return also the mask (1 inside the template's generation tags)."""
+    def _rendered(
+        self, messages: Sequence[Message], tools: list[JsonValue] | None, **options: bool
+    ) -> tuple[list[str], list[list[Span]]]:
         try:
-            encoded = self._apply(
-                list(messages),
+            texts, spans = self._render_jinja(
+                [list(messages)],
                 tools=tools,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+                chat_template=self._template(bool(tools)),
+                **options,
+                **self._special_tokens,
             )
         except RENDER_ERRORS as error:
             raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
-        return (
-            _tokens(encoded["input_ids"], encoded["offset_mapping"]),
-            np.asarray(encoded["assistant_masks"], dtype=np.uint8),
-        )
+        return texts, spans
 
-    def isolates(self, token_id: int) -> bool:
-        """Tell whether this token cuts the text around it into parts that are tokenised independently."""
-        return token_id in self._isolating_ids
+    def _template(self, with_tools: bool) -> str:
+        if with_tools not in self._templates:
+            try:
+                template = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+            except ValueError as error:
+                raise SourceError(f"no chat template for this use: {_one_line(error)}") from error
+            self._templates[with_tools] = template
+        return self._templates[with_tools]
 
-    def _template(self, tools: list[JsonValue] | None) -> str:
+    def _refuse_broken_templates(self) -> None:
+        template = self.tokenizer.chat_template
+        for text in template.values() if isinstance(template, dict) else [template]:
+            has_generation_tags(str(text))
+
+    def _generation_prompt(self) -> str:
+        user: list[Message] = [{"role": "user", "content": "a"}]
         try:
-            return self.tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]  # JSON schemas, not bare dicts
-        except ValueError as error:
-            raise SourceError(f"no chat template for this use: {_one_line(error)}") from error
-
-
-def _isolating_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Return the ids of special tokens that are found in the text before anything else and take exactly their text."""
-    if tokenizer.split_special_tokens:
-        return frozenset()
-    return frozenset(
-        token_id
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-    )
-
-
-def _tokens(ids: list[int], offsets: list[tuple[int, int]] | None) -> Tokens:
-    input_ids = np.asarray(ids, dtype=np.int32)
-    if offsets is None:
-        return Tokens(input_ids, None, None)
-    pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    return Tokens(input_ids, pairs[:, 0], pairs[:, 1])
+            text, prompted = self.render(user, None), self.render(user, None, generation_prompt=True)
+        except SourceError:
+            return ""
+        if not prompted.startswith(text) and self.eos_token:
+            text = text.removesuffix(self.eos_token)  # some templates end a text that is not to be gone on with
+        return prompted.removeprefix(text) if prompted.startswith(text) else ""
 
 
 def _encodable(text: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # A template is a program that runs on user data, so these are what a row that does not suit it can raise.
-RENDER_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+RENDER_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 def apply_chat_template_option(tokenizer: "PreTrainedTokenizerBase", value: str | PathLike[str] | None) -> None:
     """Set the tokenizer's chat template from what the user gave.
 
-    Text that holds `{%` or `{{` is the template itself. A path to a file is replaced by the file's text or, if that
-    is JSON with the key `chat_template`, by that entry. None keeps the tokenizer's own.
+    Text that holds `{%` or `{{` is the template itself. The name of one of several templates that the tokenizer has
+    is that one. A path to a file is replaced by the file's text or, if that is JSON with the key `chat_template`, by
+    that entry. None keeps the tokenizer's own.
 
     Raises:
         SourceError: the value is neither, or it is None and the tokenizer has no template of its own.
@@ -38,6 +39,10 @@ def apply_chat_template_option(tokenizer: "PreTrainedTokenizerBase", value: str 
     if isinstance(value, str) and _looks_like_jinja(value):
         tokenizer.chat_template = value
         return
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if value in named:
+        tokenizer.chat_template = named[value]
+        return
     path = Path(fspath(value))
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,7 +51,7 @@ def apply_chat_template_option(tokenizer: "PreTrainedTokenizerBase", value: str 
     except OSError as error:
         raise SourceError(
             f"chat template {str(path)!r} is neither a file that can be read nor Jinja "
-            f"(it holds no {{% or {{{{): {error.strerror or error}"
+            f"(it holds no {{% or {{{{){_names(named)}: {error.strerror or error}"
         ) from error
     template = _template_in(text)
     if not any(map(_looks_like_jinja, template.values() if isinstance(template, dict) else [template])):
@@ -108,6 +113,10 @@ class _GenerationTag(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
+
+
+def _names(templates: dict[str, str]) -> str:
+    return f" nor one of the tokenizer's templates ({', '.join(templates)})" if templates else ""
 
 
 def _looks_like_jinja(text: str) -> bool:

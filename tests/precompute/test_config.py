@@ -139,7 +139,7 @@ def test_a_required_setting_cannot_be_null(tmp_path):
         ("max_samples", "all"),
         ("tokens_per_second", "fast"),
         ("tokens_per_second", True),
-        ("input_data", ["a", "b"]),
+        ("input_data", 5),
         ("target_model", {"name": "a"}),
         ("split", True),
         ("take_over", "no"),

@@ -27,7 +27,7 @@ USER = {"role": "user", "content": "what"}
         (("--target-layer-ids", 1, 1), "layer ids [1, 1] are not valid"),
         (("--chat-template", "missing.jinja"), "chat template 'missing.jinja' is neither a file"),
         (("--chat-template", "{% if %}"), "chat template is not valid Jinja"),
-        (("--split", "train[:10%]"), "split 'train[:10%]' is not understood"),
+        (("--split", "train[1.5:]"), "split 'train[1.5:]' is not understood"),
         (("--split", "train[99:]"), "split 'train[99:]' selects none of the 11 rows"),
         (("--shuffle-seed", -1), "shuffle seed -1 is negative"),
     ],

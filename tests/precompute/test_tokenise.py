@@ -10,34 +10,50 @@ from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
+from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.source import Sample, SourceError
 from dspark_store.writers.recovery import sweep_uncommitted
 from dspark_store.writers.tokens import read_token_shard, token_ledger
+from tests.sources.words import write_rows
 
 SHARD_SIZE, LENGTH = 3, 8
 
 
 class ListSource:
-    """A source in memory that counts what is read, claims ``claimed`` records, and fails at ``broken``."""
+    """A source in memory that counts what is read and fails at ``broken``. Its cursors are tenfold record numbers."""
 
-    def __init__(self, count, *, broken=None, claimed=None):
+    def __init__(self, count, *, broken=None, skipped=()):
         self.read_records = []
-        self._count, self._broken, self._claimed = count, broken, claimed
+        self._count, self._broken, self._skipped = count, broken, skipped
 
     def identity(self):
         return {"type": "list"}
 
     def __len__(self):
-        return self._count if self._claimed is None else self._claimed
+        return self._count
 
-    def read(self, start=0):
-        for record in range(start, self._count):
+    def origins(self):
+        return ("",)
+
+    def lengths(self):
+        return None
+
+    def record_of(self, cursor):
+        return cursor // 10
+
+    def sample(self, record):
+        return next(self.read(10 * record))
+
+    def read(self, cursor=0):
+        for record in range(cursor // 10, self._count):
             if record == self._broken:
                 raise SourceError(f"record {record} cannot be used")
+            if record in self._skipped:
+                continue
             self.read_records.append(record)
             length = 1 + record % LENGTH
             mask = np.arange(length, dtype=np.uint8) % 2
-            yield Sample(np.full(length, record, np.int32), mask)
+            yield Sample(np.full(length, record, np.int32), mask, 10 * (record + 1))
 
 
 def record_of():
@@ -112,11 +128,48 @@ def test_a_hole_is_filled_by_reading_its_records_alone(tmp_path, holes, read):
     assert ids_of(storage) == expected_ids(8)
 
 
-def test_a_source_that_ends_early_is_said_to_have_changed(tmp_path):
-    with pytest.raises(SourceError, match="ended at record 6 of 9"):
-        tokenise(new_store(tmp_path), record_of(), ListSource(6, claimed=9))
+def test_a_hole_that_its_source_no_longer_fills_is_an_error(tmp_path):
+    storage = new_store(tmp_path)
+    tokenise(storage, record_of(), ListSource(8))
+    token_ledger(storage).retract(1)
+    sweep_uncommitted(storage, record_of())
+    with pytest.raises(SourceError, match="ended at record 5 of 5: it changed"):
+        tokenise(storage, record_of(), ListSource(5))
+
+
+@pytest.mark.parametrize("skipped", [{1}, {3, 4}, {7}, {6, 7}])
+def test_records_without_samples_are_passed_over_and_a_resume_goes_on_behind_them(tmp_path, skipped):
+    whole = tokenise(new_store(tmp_path / "whole"), record_of(), ListSource(8, skipped=skipped))
+    storage = new_store(tmp_path / "resumed")
+    with pytest.raises(SourceError):
+        tokenise(storage, record_of(), ListSource(8, skipped=skipped - {5}, broken=5))
+    again = tokenise(storage, record_of(), ListSource(8, skipped=skipped))
+    assert again == whole
+    assert again.schema.num_samples == 8 - len(skipped)
+    assert StoreIndex(storage, again).length.tolist() == [1 + record for record in range(8) if record not in skipped]
 
 
 def test_a_source_without_samples_is_refused(tmp_path):
     with pytest.raises(SourceError, match="no samples"):
         tokenise(new_store(tmp_path), record_of(), ListSource(0))
+
+
+def test_a_hole_inside_rows_that_are_divided_is_filled_exactly(tmp_path):
+    rows = [{"input_ids": list(range(row + 1))} for row in range(14)]
+    path = write_rows(tmp_path / "rows.jsonl", *rows, {"input_ids": "bad"})
+
+    def source():
+        return ChatSource(
+            path, None, seq_length=LENGTH // 2, over_long="split", on_bad_row="skip", max_refused=0.1, shuffle_seed=5
+        )
+
+    storage = new_store(tmp_path / "store")
+    whole = tokenise(storage, record_of(), source())
+    before = [read_token_shard(storage, whole, shard).digests() for shard in range(whole.schema.tokens.num_shards)]
+    for shard in (1, 4, 5):
+        token_ledger(storage).retract(shard)
+    sweep_uncommitted(storage, record_of())
+    assert tokenise(storage, record_of(), source()) == whole
+    again = [read_token_shard(storage, whole, shard).digests() for shard in range(whole.schema.tokens.num_shards)]
+    assert again == before
+    assert whole.schema.num_samples == sum(-(-(row + 1) // (LENGTH // 2)) for row in range(14))

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from dspark_store.sources import ChatSource, Source, SourceError
+from dspark_store.sources import ChatSource, Sample, Source, SourceError
 from tests.sources.test_masks import bits
 from tests.sources.words import CHAT, HEADER, HEADER_CHAT, PLAIN, TAGGED, word_tokenizer, write_rows
 
@@ -71,7 +71,7 @@ def test_reading_goes_on_at_any_position(tmp_path):
     chat = source(write_rows(tmp_path / "chats.jsonl", *numbered(7)), shuffle_seed=3)
     every = lengths(chat.read())
     assert [lengths(chat.read(start)) for start in range(8)] == [every[start:] for start in range(8)]
-    with pytest.raises(ValueError, match="start is 8; expected 0 to 7"):
+    with pytest.raises(ValueError, match="cursor is 8; expected 0 to 7"):
         chat.read(8)
 
 
@@ -123,7 +123,7 @@ def test_a_bad_row_is_an_error_when_it_is_read(tmp_path, line, message):
 
 
 def test_a_conversation_that_renders_to_nothing_is_an_error(one_chat):
-    with pytest.raises(SourceError, match="line 1: the chat template renders the conversation to no tokens"):
+    with pytest.raises(SourceError, match="line 1: the row has no tokens"):
         next(source(one_chat, "{% if false %}{% endif %}").read())
 
 
@@ -152,14 +152,20 @@ def test_named_templates_are_chosen_by_the_tools(tmp_path):
 
 
 def test_workers_give_the_same_samples_and_the_same_error(tmp_path):
-    path = write_rows(tmp_path / "chats.jsonl", *numbered(150), {}, ROW)
-    expected, samples = [], []
-    with pytest.raises(SourceError) as here:
-        expected.extend(source(path, shuffle_seed=1).read())
-    with pytest.raises(SourceError) as there:
-        samples.extend(source(path, shuffle_seed=1, num_workers=1).read())
-    assert str(here.value) == str(there.value)
+    path = write_rows(tmp_path / "chats.jsonl", *numbered(150), {}, ROW, {}, *numbered(30))
+    options = {"shuffle_seed": 1, "on_bad_row": "skip", "max_refused": 0.006, "seq_length": 40, "over_long": "split"}
+    here, there = source(path, **options), source(path, **options, num_workers=2)
+    expected: list[Sample] = []
+    samples: list[Sample] = []
+    with pytest.raises(SourceError) as error:
+        expected.extend(here.read())
+    with pytest.raises(SourceError) as other:
+        samples.extend(there.read())
+    assert "with it 2 rows cannot be used" in str(error.value)
+    assert str(error.value) == str(other.value)
+    assert here.report() == there.report()
     assert len(samples) == len(expected) > 0
-    for sample, other in zip(samples, expected, strict=True):
-        assert sample.input_ids.tolist() == other.input_ids.tolist()
-        assert sample.loss_mask.tolist() == other.loss_mask.tolist()
+    for sample, same in zip(samples, expected, strict=True):
+        assert sample.input_ids.tolist() == same.input_ids.tolist()
+        assert sample.loss_mask.tolist() == same.loss_mask.tolist()
+        assert sample.cursor == same.cursor

@@ -1,17 +1,18 @@
 import hashlib
-import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dspark_store.sources.jsonl import open_rows, parse_row
+from dspark_store.sources.files import open_rows
+from dspark_store.sources.rows import parse_row
 from dspark_store.sources.source import SourceError
 from tests.sources.words import write_rows
 
 
 def rows_of(path: Path) -> list[object]:
-    rows = open_rows(path)
-    return [parse_row(text) for text in rows.read(range(len(rows)))]
+    with closing(open_rows(path)) as rows:
+        return [parse_row(text)[0] for text in rows.take(range(len(rows)))]
 
 
 def test_every_line_is_a_row(tmp_path):
@@ -19,8 +20,8 @@ def test_every_line_is_a_row(tmp_path):
 
 
 def test_rows_are_read_in_any_order(tmp_path):
-    rows = open_rows(write_rows(tmp_path / "a.ndjson", *({"a": index} for index in range(5))))
-    assert [json.loads(text)["a"] for text in rows.read([4, 0, 4])] == [4, 0, 4]
+    with closing(open_rows(write_rows(tmp_path / "a.ndjson", *({"a": index} for index in range(5))))) as rows:
+        assert [parse_row(text)[0]["a"] for text in rows.take([4, 0, 4])] == [4, 0, 4]
 
 
 def test_blank_lines_are_skipped_but_counted_in_line_numbers(tmp_path):
@@ -65,7 +66,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_directory_is_no_file_of_rows(tmp_path):
-    with pytest.raises(SourceError, match="is a directory"):
+    with pytest.raises(SourceError, match="is a directory without parquet"):
         open_rows(tmp_path)
 
 
@@ -102,4 +103,4 @@ def test_a_file_that_changed_is_not_read_by_stale_offsets(tmp_path):
     rows = open_rows(path)
     write_rows(path, {"b": 1})
     with pytest.raises(SourceError, match="was changed"):
-        next(rows.read([1]))
+        rows.take([1])

@@ -10,16 +10,17 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from dspark_store.sources.masks import prefix_mask, shared_prefix_length, tokens_and_mask
+from dspark_store.sources.masks import MaskOptions, tokens_and_mask
 from dspark_store.sources.messages import Conversation, Message
-from dspark_store.sources.rendering import Renderer, Tokens
+from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
+from dspark_store.sources.turns import shared_prefix_length
 from tests.sources.words import CHAT, PLAIN, TAGGED, THINKING_IN_LAST_TURN_ONLY, WORDS, word_tokenizer
 
 
 def mask_of(template, messages=CHAT, tokenizer=None, **options):
     renderer = Renderer(tokenizer or word_tokenizer(template))
-    _, mask = tokens_and_mask(renderer, Conversation(messages, None), **options)
+    _, mask = tokens_and_mask(renderer, Conversation(messages, None), MaskOptions(**options))
     return mask.tolist()
 
 
@@ -73,21 +74,21 @@ def test_assistant_messages_in_a_row_are_all_marked():
 @pytest.mark.parametrize(
     ("prefix", "terminator", "length"),
     [
-        ([], None, 0),
-        ([1], None, 1),
-        ([1, 2], None, 2),
-        ([1, 2, 3], None, 3),
-        ([9], None, None),
-        ([1, 9], None, None),
-        ([1, 9, 3], None, None),
-        ([1, 2, 3, 4], None, None),
-        ([1, 9], 9, 1),
-        ([9], 9, None),
-        ([1, 2, 3, 9], 9, None),
+        ("", None, 0),
+        ("1", None, 1),
+        ("12", None, 2),
+        ("123", None, 3),
+        ("9", None, None),
+        ("19", None, None),
+        ("193", None, None),
+        ("1234", None, None),
+        ("19", "9", 1),
+        ("9", "9", None),
+        ("1239", "9", None),
     ],
 )
 def test_a_prefix_is_exact_up_to_a_terminator(prefix, terminator, length):
-    assert shared_prefix_length(prefix, [1, 2, 3], terminator) == length
+    assert shared_prefix_length(prefix, "123", terminator) == length
 
 
 def test_a_terminator_that_longer_renders_do_not_have_is_no_part_of_a_turn():
@@ -95,9 +96,25 @@ def test_a_terminator_that_longer_renders_do_not_have_is_no_part_of_a_turn():
     assert mask_of(ended) == bits("0*3 1*3 0*2 1*3")
 
 
-def test_a_template_that_changes_earlier_turns_is_refused():
-    with pytest.raises(SourceError, match=r"rewrites earlier turns.*first 2 messages.*\{% generation %\}"):
-        mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN)
+def test_a_template_that_changes_earlier_turns_gives_the_mask_of_what_it_renders():
+    assert mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN) == bits("0*4 1*4 0*4 1*7")
+
+
+def test_a_turn_that_cannot_be_located_is_an_error():
+    counting = "{% for m in messages %}<s> {{ m.role }} w{{ messages|length }} {{ m.content|length }} </s> {% endfor %}"
+    with pytest.raises(SourceError, match=r"rewrites earlier turns.*first 1 messages.*\{% generation %\}"):
+        mask_of(counting, REWRITTEN)
+
+
+def test_headers_can_be_left_out_without_tags_too():
+    prompted = PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
+    assert mask_of(prompted, headers=True) == mask_of(TAGGED)
+    assert mask_of(PLAIN, headers=True) == mask_of(TAGGED)
+
+
+def test_what_opens_every_text_is_no_part_of_a_first_assistant_message():
+    prompted = "<pad> " + PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
+    assert mask_of(prompted, CHAT[1:3]) == bits("0 1*5 0*4")
 
 
 def test_one_turn_of_such_a_template_works():
@@ -157,12 +174,11 @@ class WithoutOffsets(PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
-def test_without_offsets_masks_are_those_of_prefixes(template, caplog):
+def test_without_offsets_the_masks_are_the_same(template):
     fast = word_tokenizer(template)
     slow = WithoutOffsets(tokenizer_object=fast.backend_tokenizer, eos_token="</s>")
     slow.chat_template = template
-    assert mask_of(template, tokenizer=slow) == bits("0*5 1*5 0*4 1*4")
-    assert ("generation tags cannot be mapped" in caplog.text) == (template == TAGGED)
+    assert mask_of(template, tokenizer=slow) == mask_of(template)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -180,7 +196,7 @@ UNMARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}
 
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED])
-def test_offsets_give_what_tokenising_every_prefix_gives(template):
+def test_a_mask_is_what_the_renders_of_first_messages_say(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     renderer = Renderer(tokenizer)
@@ -190,17 +206,18 @@ def test_offsets_give_what_tokenising_every_prefix_gives(template):
     @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), text), min_size=1, max_size=5))
     def check(turns):
         messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
-        rendered = renderer.render(messages, None)
-        tokens = renderer.tokenise(rendered)
-        without = Tokens(tokens.ids, None, None)
-
-        def outcome(tokens):
-            try:
-                return prefix_mask(renderer, Conversation(messages, None), rendered, tokens).tolist()
-            except SourceError as error:
-                return str(error)
-
-        assert outcome(tokens) == outcome(without)
+        ends = [len(renderer.render(messages[:count], None)) for count in range(len(messages) + 1)]
+        (tokens,) = renderer.tokenise([renderer.render(messages, None)])
+        offsets = tokens.encoding.offsets if tokens.encoding is not None else []
+        expected = [
+            any(
+                start < ends[index + 1] and stop > ends[index]
+                for index, message in enumerate(messages)
+                if message["role"] == "assistant"
+            )
+            for start, stop in offsets
+        ]
+        assert tokens_and_mask(renderer, Conversation(messages, None))[1].tolist() == expected
 
     check()
 

@@ -30,7 +30,7 @@ def test_unknown_keys_are_kept():
     assert messages_of({"role": "user", "content": "a", "name": "n"}) == [{"role": "user", "content": "a", "name": "n"}]
 
 
-def test_reasoning_and_tool_calls_are_kept_and_nulls_are_empty():
+def test_reasoning_and_tool_calls_are_kept_and_nulls_are_left_out():
     assistant, tool, second = messages_of(
         {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [call()]},
         {"role": "tool", "content": None, "tool_call_id": "call_0"},
@@ -39,7 +39,7 @@ def test_reasoning_and_tool_calls_are_kept_and_nulls_are_empty():
     assert (assistant["content"], assistant["reasoning_content"]) == ("", "why")
     assert json.loads(assistant["tool_calls"][0]["function"]["arguments"]) == {"x": 1}
     assert tool["content"] == ""
-    assert second["reasoning_content"] == ""
+    assert "reasoning_content" not in second
 
 
 def test_tool_calls_without_id_or_type_get_them():
@@ -83,12 +83,14 @@ def test_sharegpt_turns_are_mapped():
         {"from": "human", "value": "u"},
         {"from": "gpt", "value": "a"},
         {"from": "bot"},
+        {"from": "tool", "value": "t"},
     ]
     assert read_conversation({"conversations": turns}).messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
         {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "t", "tool_call_id": "call_0"},
     ]
 
 

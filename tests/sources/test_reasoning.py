@@ -1,12 +1,16 @@
+from typing import ClassVar, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Encoding
 
-from dspark_store.sources.masks import tokens_and_mask
+from dspark_store.sources.masks import MaskOptions, tokens_and_mask
 from dspark_store.sources.messages import Conversation, Message
 from dspark_store.sources.reasoning import reasoning_spans, removed_span, tokens_in_spans
 from dspark_store.sources.rendering import Renderer
+from tests.sources.shapes import SHAPES
 from tests.sources.test_masks import REWRITTEN, WithoutOffsets, bits
 from tests.sources.words import HEADER, HEADER_CHAT, THINKING, THINKING_IN_LAST_TURN_ONLY, word_tokenizer
 
@@ -17,18 +21,21 @@ def answer(content, reasoning, field="reasoning_content"):
     return {"role": "assistant", "content": content, field: reasoning}
 
 
-def masked(template, messages, tokenizer=None):
+def masked(template, messages, tokenizer=None, warnings=None):
     """Return the positions that hold reasoning."""
     renderer = Renderer(tokenizer or word_tokenizer(template))
     text = renderer.render(messages, None)
-    spans = reasoning_spans(lambda changed: renderer.render(changed, None), messages, text, "a.jsonl, line 3")
-    return np.flatnonzero(tokens_in_spans(renderer, text, renderer.tokenise(text), spans)).tolist()
+    told = [] if warnings is None else warnings
+    spans = reasoning_spans(lambda changed: renderer.render(changed, None), messages, text, told.append)
+    (tokens,) = renderer.tokenise([text])
+    assert warnings is not None or not told
+    return np.flatnonzero(tokens_in_spans(renderer, text, tokens, spans)).tolist()
 
 
 def test_the_delimiters_that_vanish_belong_to_the_reasoning():
     renderer = Renderer(word_tokenizer(THINKING))
     conversation = Conversation([HI, answer("ok", "r1 r2")], None)
-    _, mask = tokens_and_mask(renderer, conversation, mask_reasoning_content=True)
+    _, mask = tokens_and_mask(renderer, conversation, MaskOptions(reasoning=True))
     assert mask.tolist() == bits("0*4 1 1 0*4 1 1")
 
 
@@ -60,15 +67,14 @@ def test_reasoning_that_looks_like_its_neighbours_is_found_exactly(content, reas
     assert masked(BARE, [HI, answer(content, reasoning)]) == expected
 
 
-def test_reasoning_that_the_template_drops_is_a_warning(caplog):
-    assert masked(THINKING_IN_LAST_TURN_ONLY, REWRITTEN) == [14, 15, 16]
-    (record,) = caplog.records
-    assert record.getMessage() == ("a.jsonl, line 3: the chat template does not render the reasoning of message 1")
+def test_reasoning_that_the_template_drops_is_a_warning():
+    warnings: list[str] = []
+    assert masked(THINKING_IN_LAST_TURN_ONLY, REWRITTEN, warnings=warnings) == [14, 15, 16]
+    assert warnings == ["the chat template does not render the reasoning of message 1"]
 
 
-def test_blank_reasoning_and_that_of_users_is_left_alone(caplog):
+def test_blank_reasoning_and_that_of_users_is_left_alone():
     assert masked(BARE, [{**HI, "reasoning_content": "r1"}, answer("ok", ""), HI]) == []
-    assert not caplog.records
 
 
 def test_a_header_that_changes_with_the_reasoning_belongs_to_it():
@@ -99,6 +105,18 @@ def test_removed_span_knows_what_it_must_contain():
     assert removed_span("ab", "axb", None) is None
 
 
+class Trimmed:
+    """Says what a tokenizer says that trims spaces off: its token of spaces is empty."""
+
+    offsets: ClassVar = [(0, 2), (4, 4), (4, 9)]
+
+    def char_to_token(self, place):
+        return next((token for token, (start, stop) in enumerate(self.offsets) if start <= place < stop), None)
+
+    def token_to_chars(self, token):
+        return self.offsets[token]
+
+
 @given(st.text("ab ", max_size=6), st.text("ab ", max_size=3), st.text("ab ", min_size=1, max_size=4), st.text("ab "))
 def test_taking_the_span_out_gives_the_other_text(head, before, core, tail):
     text, without = head + before + core + tail, head + tail
@@ -112,6 +130,14 @@ def test_taking_the_span_out_gives_the_other_text(head, before, core, tail):
 
 def test_offsets_without_their_spaces_are_enough():
     renderer = Renderer(word_tokenizer())
-    tokens = renderer.tokenise("hi  there")
-    trimmed = type(tokens)(np.array([1, 2, 3], np.int32), np.array([0, 4, 4]), np.array([2, 4, 9]))
+    (tokens,) = renderer.tokenise(["hi  there"])
+    trimmed = type(tokens)(np.array([1, 2, 3], np.int32), cast(Encoding, Trimmed()))
     assert tokens_in_spans(renderer, "hi  there", trimmed, [(2, 4)]).tolist() == [False, True, False]
+    assert tokens_in_spans(renderer, "hi  there", trimmed, [(0, 2)]).tolist() == [True, False, False]
+    assert tokens_in_spans(renderer, "hi  there", trimmed, [(1, 5)]).tolist() == [True, True, True]
+
+
+def test_all_tokens_of_one_character_go_together():
+    renderer = Renderer(SHAPES[0].tokenizer(tagged=True))
+    (tokens,) = renderer.tokenise(["a🤗b"])
+    assert tokens_in_spans(renderer, "a🤗b", tokens, [(1, 2)]).tolist() == bits("0 1*4 0")

@@ -86,3 +86,12 @@ def test_a_template_may_refuse_the_system_role():
     assert refuses_system_role(word_tokenizer(refusing))
     assert not refuses_system_role(word_tokenizer(PLAIN))
     assert not refuses_system_role(word_tokenizer("{{ raise_exception('never') }}"))
+
+
+def test_one_of_several_templates_is_chosen_by_its_name():
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = {"default": PLAIN, "rag": TAGGED}
+    with pytest.raises(SourceError, match=r"'rug' is neither .* nor one of the tokenizer's templates \(default, rag\)"):
+        apply_chat_template_option(tokenizer, "rug")
+    apply_chat_template_option(tokenizer, "rag")
+    assert tokenizer.chat_template == TAGGED

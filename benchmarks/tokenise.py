@@ -1,0 +1,167 @@
+"""Tokenising chats into samples against the tokenizer library's own batched rate.
+
+    python -m benchmarks.tokenise [--chats 200000] [--workers 2] [--tokenizer DIRECTORY]
+
+Rates are of the clock and of the processor: the second hardly depends on what else the machine does. The library's
+rate is that of one call a thousand texts that are rendered already, on as many threads as there are
+workers. Ours goes from a JSONL file to ids and masks: parsing, rendering, finding what the assistant said.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from dspark_store.sources.chat import ChatSource
+
+SPECIALS = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}TAG"
+    "{{ m['content'] + '<|im_end|>\n' }}ENDTAG{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXTS_A_CALL = 1000
+FEWEST, MOST = 20, 160  # words of an answer
+VOCABULARY = 30_000
+
+
+def words(count: int, generator: random.Random) -> list[str]:
+    """Make up words of two to five syllables."""
+    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
+    return ["".join(generator.choices(syllables, k=generator.randint(2, 5))) for _ in range(count)]
+
+
+def chats(count: int, generator: random.Random) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Make up conversations of one to four turns; common words are much more frequent than rare ones."""
+    vocabulary = words(20_000, generator)
+    weights = [1 / (rank + 5) for rank in range(len(vocabulary))]
+    stream = generator.choices(vocabulary, weights, k=2_000_000)
+
+    def sentence(fewest: int, most: int) -> str:
+        start = generator.randrange(len(stream) - most)
+        return " ".join(stream[start : start + generator.randint(fewest, most)])
+
+    for _ in range(count):
+        messages = []
+        for _ in range(generator.randint(1, 4)):
+            messages.append({"role": "user", "content": sentence(5, 40)})
+            messages.append({"role": "assistant", "content": sentence(FEWEST, MOST)})
+        yield {"messages": messages}
+
+
+def trained_tokenizer(texts: Iterator[str], *, tagged: bool) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the texts."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=SPECIALS, show_progress=False
+        ),
+    )
+    made: Any = PreTrainedTokenizerFast  # its constructor is not annotated
+    tokenizer: PreTrainedTokenizerFast = made(tokenizer_object=backend, eos_token="<|im_end|>")
+    tags = ("{% generation %}", "{% endgeneration %}") if tagged else ("", "")
+    tokenizer.chat_template = TEMPLATE.replace("ENDTAG", tags[1]).replace("TAG", tags[0])
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Chats a second of the clock, and a second of processor time of all processes and threads."""
+
+    clock: float
+    processor: float
+
+
+def library_rate(tokenizer: PreTrainedTokenizerBase, path: Path, sample: int) -> Rate:
+    """Return the rate of the library alone, over the first `sample` chats."""
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line)["messages"] for line, _ in zip(file, range(sample), strict=False)]
+    texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in rows]
+    tokenizer(texts[:TEXTS_A_CALL], add_special_tokens=False)
+    start, busy = time.perf_counter(), time.process_time()
+    for call in batched(texts, TEXTS_A_CALL):
+        tokenizer(list(call), add_special_tokens=False, verbose=False)
+    return Rate(len(texts) / (time.perf_counter() - start), len(texts) / (time.process_time() - busy))
+
+
+def our_rate(tokenizer: PreTrainedTokenizerBase, path: Path, workers: int) -> tuple[Rate, float, list[int]]:
+    """Return the rate between the third and the ninth tenth of a source, and chats a second with the start of workers.
+
+    And the memory of this process and its workers, in bytes, at every tenth.
+    """
+    source = ChatSource(path, tokenizer, seq_length=2048, shuffle_seed=42, num_workers=workers)
+    tenth = len(source) // 10
+    marks: list[tuple[float, float]] = []
+    memory = []
+    begun = time.perf_counter()
+    for count, _ in enumerate(source.read(), 1):
+        if count % tenth == 0:
+            marks.append((time.perf_counter(), busy_seconds()))
+            memory.append(resident())
+    whole = len(source) / (time.perf_counter() - begun)
+    clock, processor = (last - first for first, last in zip(marks[2], marks[8], strict=True))
+    return Rate(6 * tenth / clock, 6 * tenth / processor), whole, memory
+
+
+def busy_seconds() -> float:
+    """Return the processor time of this process and its children."""
+    total = time.process_time()
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def resident() -> int:
+    """Return the memory of this process and of its children, in bytes."""
+    children = [child.pid for child in multiprocessing.active_children()]
+    fields = [Path(f"/proc/{pid}/statm").read_text().split() for pid in (os.getpid(), *children)]
+    return sum((int(field[1]) - int(field[2])) * os.sysconf("SC_PAGE_SIZE") for field in fields)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chats", type=int, default=200_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tokenizer", help="a directory with a tokenizer; one is trained otherwise")
+    parser.add_argument("--untagged", action="store_true", help="a template without generation tags")
+    given = parser.parse_args()
+    os.environ.setdefault("RAYON_NUM_THREADS", str(given.workers))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chats.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in chats(given.chats, random.Random(0)))
+        if given.tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
+        else:
+            texts = (message["content"] for row in chats(5_000, random.Random(1)) for message in row["messages"])
+            tokenizer = trained_tokenizer(texts, tagged=not given.untagged)
+        library = library_rate(tokenizer, path, min(given.chats, 20_000))
+        ours, whole, memory = our_rate(tokenizer, path, given.workers)
+    print(f"library alone       {library.clock:8,.0f} chats/s {library.processor:8,.0f} a processor second")
+    print(f"from file to masks  {ours.clock:8,.0f} chats/s {ours.processor:8,.0f} a processor second")
+    print(f"ratio               {ours.clock / library.clock:8.2f}         {ours.processor / library.processor:8.2f}")
+    print(f"with the start of the processes {whole:,.0f} chats/s")
+    print(
+        f"memory in MiB, every tenth of {given.chats:,} chats: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

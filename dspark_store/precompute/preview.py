@@ -1,0 +1,149 @@
+"""``dspark-store tokens``: what a target would be run over, before anything is captured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import pairwise
+from typing import TextIO
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dspark_store.precompute.progress import Progress
+from dspark_store.sources.blend import Blend
+from dspark_store.sources.chat import ON_BAD_ROW
+from dspark_store.sources.cutting import OVER_LONG, SIDES
+from dspark_store.sources.registry import build_source
+from dspark_store.sources.report import Reporting, SourceReport
+from dspark_store.sources.source import Sample, Source, SourceError
+from dspark_store.sources.specs import SourceContext, parse_source, read_words
+from dspark_store.sources.template import apply_chat_template_option
+from dspark_store.target.load import load_tokenizer
+from dspark_store.target.source import TargetSource
+
+FIRST_SAMPLES = 3
+_SUPERVISED, _PLAIN = "\x1b[32m", "\x1b[0m"
+_ROWS_A_STEP = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "data", nargs="+", help="files, globs or datasets of conversations, or any source as a configuration has it"
+    )
+    parser.add_argument(
+        "--tokenizer", "--target-model", dest="model", required=True, help="the target: its tokenizer is used"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", help="rows to show, counted from 0; the first three otherwise")
+    parser.add_argument("--report", action="store_true", help="read the whole source and tell what became of its rows")
+    parser.add_argument("--chat-template", help="a chat template, inline Jinja, a file or a name")
+    parser.add_argument("--seq-length", type=int, default=2048, help="the most tokens a sample has")
+    parser.add_argument("--split", help="a slice of the rows, name[a:b], taken after the shuffle")
+    parser.add_argument("--shuffle-seed", type=int, help="seed of the order of rows; without it, that of the data")
+    parser.add_argument("--max-samples", type=int, help="at most this many rows, after shuffle and split")
+    parser.add_argument("--mask-reasoning-content", action="store_true", help="do not supervise reasoning_content")
+    parser.add_argument("--mask-headers", action="store_true", help="do not supervise role headers of the assistant")
+    parser.add_argument("--over-long", choices=OVER_LONG, default="truncate", help="what becomes of long rows")
+    parser.add_argument("--truncation-side", choices=SIDES, help="where long rows are cut")
+    parser.add_argument("--min-supervised", type=int, default=0, help="leave out samples with fewer supervised tokens")
+    parser.add_argument("--on-bad-row", choices=ON_BAD_ROW, default="error", help="what a row that is no use does")
+    parser.add_argument("--max-refused", type=float, default=0.01, help="share of rows that may be skipped")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that tokenise; 0 tokenises in this one")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+
+
+def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> None:
+    """Print the samples that were asked for, or the report of the whole source.
+
+    Args:
+        given: the arguments.
+        out: where to print; standard output by default. Supervised text is coloured if it is a terminal.
+
+    Raises:
+        ValueError: something a user can mend, such as a row that cannot be used or, after the report, too many.
+
+    """
+    out = out or sys.stdout
+    tokenizer = load_tokenizer(TargetSource(given.model, given.trust_remote_code))
+    source = build_source(parse_source(read_words(given.data)), _context(given, tokenizer))
+    if given.report:
+        _print_report(source, out)
+        _refuse(source, 0.0 if given.on_bad_row == "error" else given.max_refused)
+        return
+    for record in given.rows if given.rows is not None else range(min(FIRST_SAMPLES, len(source))):
+        if not 0 <= record < len(source):
+            raise SourceError(f"row {record} is not there; there are {len(source):,} rows, counted from 0")
+        place = f" ({source.where(record)})" if isinstance(source, Reporting) else ""
+        _print_sample(f"row {record}{place}", source.sample(record), tokenizer, out)
+
+
+def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> SourceContext:
+    def with_template() -> PreTrainedTokenizerBase:
+        apply_chat_template_option(tokenizer, given.chat_template)
+        return tokenizer
+
+    return SourceContext(
+        seq_length=given.seq_length,
+        load_tokenizer=with_template,
+        vocab_size=len(tokenizer),
+        split=given.split,
+        shuffle_seed=given.shuffle_seed,
+        max_samples=given.max_samples,
+        num_workers=given.num_workers if given.report else 0,
+        on_bad_row="skip" if given.report else given.on_bad_row,
+        max_refused=1.0 if given.report else given.max_refused,
+        min_supervised=given.min_supervised,
+        over_long=given.over_long,
+        truncation_side=given.truncation_side,
+        mask_reasoning_content=given.mask_reasoning_content,
+        mask_headers=given.mask_headers,
+    )
+
+
+def _print_sample(title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:
+    supervised = int(sample.loss_mask.sum())
+    print(f"{title}: {len(sample.input_ids):,} tokens, {supervised:,} supervised", file=out)
+    coloured = out.isatty()
+    edges = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.input_ids)]
+    for start, stop in pairwise(edges):
+        text = str(tokenizer.decode(sample.input_ids[start:stop].tolist()))
+        said = bool(sample.loss_mask[start])
+        print(f"{_SUPERVISED}{text}{_PLAIN}" if said and coloured else text, end="", file=out)
+    print("\n", file=out)
+
+
+def _print_report(source: Source, out: TextIO) -> None:
+    samples = tokens = passed = 0
+    with Progress("tokenise", len(source), "rows") as progress:
+        for sample in source.read():
+            samples, tokens = samples + 1, tokens + len(sample.input_ids)
+            record = source.record_of(sample.cursor)
+            if record - passed >= _ROWS_A_STEP:
+                progress.advance(record - passed)
+                passed = record
+        progress.advance(len(source) - passed)
+    print(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens", file=out)
+    for name, report in source_reports(source):
+        print("", *([f"part {name}"] if name else []), *report.lines(), sep="\n", file=out)
+
+
+def source_reports(source: Source) -> list[tuple[str, SourceReport]]:
+    """Return the reports of a source or, with their names, of the parts of a blend."""
+    if isinstance(source, Blend):
+        return [
+            ("/".join(filter(None, (part.name, name))), report)
+            for part in source.parts
+            for name, report in source_reports(part.source)
+        ]
+    return [("", source.report())] if isinstance(source, Reporting) else []
+
+
+def _refuse(source: Source, max_refused: float) -> None:
+    for _, report in source_reports(source):
+        if report.refused > max_refused * report.read:
+            example = next(iter(report.reasons.values())).examples[0]
+            raise SourceError(
+                f"{report.refused:,} of {report.read:,} rows cannot be used, more than {max_refused:.2%} (the first: "
+                f"{example})"
+            )

@@ -1,0 +1,22 @@
+"""Corpora of token ids as Megatron-LM keeps them: pairs of a `.bin` and an `.idx` file."""
+
+from dspark_store.sources.megatron.builder import PairBuilder
+from dspark_store.sources.megatron.export import write_samples
+from dspark_store.sources.megatron.layout import dtype_for_vocabulary
+from dspark_store.sources.megatron.options import MegatronOptions
+from dspark_store.sources.megatron.pair import IndexedPair, open_pair
+from dspark_store.sources.megatron.source import MegatronSource
+from dspark_store.sources.megatron.windows import WindowIndices, WindowSettings, build_indices
+
+__all__ = [
+    "IndexedPair",
+    "MegatronOptions",
+    "MegatronSource",
+    "PairBuilder",
+    "WindowIndices",
+    "WindowSettings",
+    "build_indices",
+    "dtype_for_vocabulary",
+    "open_pair",
+    "write_samples",
+]

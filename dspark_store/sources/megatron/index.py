@@ -1,0 +1,224 @@
+"""Reading and validating the index of a pair."""
+
+import logging
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_store.sources.megatron.layout import (
+    BOUNDARY,
+    DTYPES,
+    HEADER,
+    LENGTH,
+    MAGIC,
+    MODE,
+    POINTER,
+    VERSION,
+    PairPaths,
+    index_size,
+)
+from dspark_store.sources.source import SourceError
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 1 << 20  # entries checked at a time, so that validation needs no second copy of a large index
+_LAST_BYTE = 1 << 62  # a pointer past it is damage, and adding a size to it could wrap
+
+
+@dataclass(frozen=True, slots=True)
+class PairIndex:
+    """A validated index. The arrays are read-only views of the mapped file, and each keeps the mapping alive.
+
+    Attributes:
+        path: the `.idx` file.
+        dtype: of the tokens, little-endian.
+        lengths: int32, shape (N,): tokens in each sequence.
+        pointers: int64, shape (N,): byte offset of each sequence in the `.bin`.
+        boundaries: int64, shape (documents + 1,): the sequence at which each document starts, then N.
+        modes: int8, shape (N,), or None in a pair without modes. 0 is text.
+        contiguous: whether the sequences stand back to back in the `.bin`, from its first byte to its last.
+
+    """
+
+    path: Path
+    dtype: np.dtype[np.generic]
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    boundaries: NDArray[np.int64]
+    modes: NDArray[np.int8] | None
+    contiguous: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, the empty ones included."""
+        return len(self.boundaries) - 1
+
+    def document_of(self, sequence: int) -> int:
+        """Return the document that a sequence belongs to."""
+        return int(np.searchsorted(self.boundaries, sequence, side="right")) - 1
+
+    def where(self, sequence: int) -> str:
+        """Return the place of a sequence, for messages: both numbers count from 0."""
+        return f"document {self.document_of(sequence)} (sequence {sequence})"
+
+
+def map_bytes(path: Path) -> memoryview:
+    """Return the bytes of a file, mapped; the mapping lives as long as any array made from them does."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return memoryview(b"")  # which cannot be mapped
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_index(pair: PairPaths) -> PairIndex:
+    """Map the index of a pair and check it, the size of the `.bin` included.
+
+    Pointers other than those of sequences back to back are legal, and are followed with a warning.
+
+    Raises:
+        SourceError: the file is no index of version 1, is not whole, contradicts itself, or wants more tokens than
+            the `.bin` has.
+
+    """
+    raw = map_bytes(pair.idx)
+    dtype, num_sequences, num_boundaries = _read_header(pair.idx, raw)
+    multimodal = _check_size(pair.idx, len(raw), num_sequences, num_boundaries)
+    position = HEADER.size
+    lengths = np.frombuffer(raw, LENGTH, num_sequences, position)
+    position += lengths.nbytes
+    pointers = np.frombuffer(raw, POINTER, num_sequences, position)
+    position += pointers.nbytes
+    boundaries = np.frombuffer(raw, BOUNDARY, num_boundaries, position)
+    position += boundaries.nbytes
+    modes = np.frombuffer(raw, MODE, num_sequences, position) if multimodal else None
+    _check_lengths(pair.idx, lengths)
+    _check_boundaries(pair.idx, boundaries, num_sequences)
+    in_order, end = _walk_pointers(pair.idx, lengths, pointers, dtype.itemsize)
+    index = PairIndex(pair.idx, dtype, lengths, pointers, boundaries, modes, in_order)
+    _check_payload(pair.bin, index, end)
+    return index
+
+
+def _read_header(path: Path, raw: memoryview) -> tuple[np.dtype[np.generic], int, int]:
+    if len(raw) < HEADER.size:
+        raise SourceError(
+            f"{path} has {len(raw)} bytes; a Megatron index has a header of {HEADER.size}: it is not whole"
+        )
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise SourceError(f"{path} begins with {magic!r}; a Megatron index begins with {MAGIC!r}: it is another file")
+    if version != VERSION:
+        raise SourceError(f"{path} is of version {version}; only version {VERSION} of Megatron's index is known")
+    if code not in DTYPES:
+        known = ", ".join(f"{key} {dtype.name}" for key, dtype in DTYPES.items())
+        raise SourceError(f"{path} has the dtype code {code}; expected one of {known}")
+    return DTYPES[code], num_sequences, num_boundaries
+
+
+def _check_size(path: Path, size: int, num_sequences: int, num_boundaries: int) -> bool:
+    """Return whether the index holds modes: nothing says so but its size."""
+    if num_boundaries < 1:
+        raise SourceError(f"{path} has 0 document boundaries; expected at least 1, the number of documents plus one")
+    text = index_size(num_sequences, num_boundaries, multimodal=False)
+    if size in (text, text + num_sequences):
+        return size > text
+    counts = f"{num_sequences} sequences and {num_boundaries} document boundaries"
+    if size < text:
+        raise SourceError(
+            f"{path} has {size} bytes, and {counts} need {text}: the last {text - size} bytes are missing, or the "
+            "counts are damaged; copy the file again"
+        )
+    raise SourceError(
+        f"{path} has {size} bytes, and {counts} need {text}, or {text + num_sequences} with modes: "
+        "the counts are damaged, or something was appended"
+    )
+
+
+def _check_lengths(path: Path, lengths: NDArray[np.int32]) -> None:
+    for start in range(0, len(lengths), _BLOCK):
+        bad = np.flatnonzero(lengths[start : start + _BLOCK] < 0)
+        if len(bad):
+            sequence = start + int(bad[0])
+            raise SourceError(f"{path}: sequence {sequence} has the length {lengths[sequence]}; expected 0 or more")
+
+
+def _check_boundaries(path: Path, boundaries: NDArray[np.int64], num_sequences: int) -> None:
+    if boundaries[0] != 0:
+        raise SourceError(f"{path}: the first document starts at sequence {boundaries[0]}; expected 0")
+    if boundaries[-1] != num_sequences:
+        raise SourceError(
+            f"{path}: the last document boundary is {boundaries[-1]}; expected {num_sequences}, the number of "
+            "sequences (was the last document never ended?)"
+        )
+    for start in range(0, len(boundaries), _BLOCK):
+        block = boundaries[start : start + _BLOCK + 1]
+        bad = np.flatnonzero(block[1:] < block[:-1])
+        if len(bad):
+            document = start + int(bad[0])
+            first, last = boundaries[document], boundaries[document + 1]
+            raise SourceError(
+                f"{path}: document {document} starts at sequence {first} and the next one at {last}; "
+                "boundaries never decrease"
+            )
+
+
+def _walk_pointers(
+    path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
+) -> tuple[bool, int]:
+    """Return whether the sequences stand back to back from byte 0 on, and the byte at which the last of them ends."""
+    back_to_back, running, last_end = True, 0, 0
+    for start, tokens in _blocks(lengths):
+        block = pointers[start : start + _BLOCK]
+        sizes = tokens * itemsize
+        ends = np.cumsum(sizes) + running  # int64: the sum of int32 lengths would wrap at 2^31
+        back_to_back &= bool(np.array_equal(block, ends - sizes))
+        bad = np.flatnonzero((block < 0) | (block > _LAST_BYTE))
+        if len(bad):
+            sequence = start + int(bad[0])
+            raise SourceError(f"{path}: sequence {sequence} starts at byte {pointers[sequence]}, which no file has")
+        running = int(ends[-1])
+        last_end = max(last_end, int((block + sizes).max()))
+    return back_to_back, last_end
+
+
+def _blocks(lengths: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    for start in range(0, len(lengths), _BLOCK):
+        yield start, lengths[start : start + _BLOCK].astype(np.int64)
+
+
+def _check_payload(path: Path, index: PairIndex, end: int) -> None:
+    size = path.stat().st_size
+    if size < end:
+        sequence = _first_incomplete(index, size)
+        raise SourceError(
+            f"{path} has {size} bytes, and its index needs {end}: the last {end - size} bytes are missing, from "
+            f"{index.where(sequence)} on; copy the file again"
+        )
+    if size > end and index.contiguous:
+        raise SourceError(
+            f"{path} has {size} bytes, and its index needs {end}: {size - end} bytes are in no sequence; "
+            "the .idx and the .bin are not of one pair"
+        )
+    if not index.contiguous:
+        logger.warning(
+            "%s: the sequences do not stand back to back in the .bin; their pointers are followed", index.path
+        )
+
+
+def _first_incomplete(index: PairIndex, size: int) -> int:
+    """Return the first sequence that ends past `size` bytes."""
+    for start, sizes in _blocks(index.lengths):
+        room = size - index.pointers[start : start + _BLOCK]
+        short = np.flatnonzero(room < sizes * index.dtype.itemsize)
+        if len(short):
+            return start + int(short[0])
+    raise SourceError(f"{index.path}: no sequence ends past byte {size}")

@@ -1,0 +1,290 @@
+"""A Megatron pair as a source of samples."""
+
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.megatron.counts import ReadCounts
+from dspark_store.sources.megatron.documents import DocumentPlan, Plan, Span
+from dspark_store.sources.megatron.options import MegatronOptions, check_types, parse_options, settings_identity
+from dspark_store.sources.megatron.pair import IndexedPair, open_pair
+from dspark_store.sources.megatron.window_plan import WindowPlan, plan_windows
+from dspark_store.sources.order import select_rows
+from dspark_store.sources.report import SourceReport
+from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.specs import SourceContext, SpecValue
+
+_IDS_END = 1 << 31  # ids are int32
+
+
+class MegatronSource:
+    """The documents, or the windows, of a `.bin` and `.idx` pair.
+
+    Opening reads the index only. `identity` reads both files through, for their SHA-256. A cursor is the number of
+    samples before it.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        options: MegatronOptions | None = None,
+        *,
+        seq_length: int,
+        vocab_size: int | None = None,
+        split: str | None = None,
+        shuffle_seed: int | None = None,
+        max_samples: int | None = None,
+        min_supervised: int = 0,
+    ) -> None:
+        """Open the pair, check it, and lay its samples out.
+
+        Args:
+            path: the prefix of the pair, or either of its files.
+            options: see `MegatronOptions`; None: the documents.
+            seq_length: the longest sample.
+            vocab_size: ids must be below it; None: below 2^31. They are checked when they are read.
+            split: None or `name[a:b]`, a slice of the records, as `select_rows` takes it.
+            shuffle_seed: of documents: None for the order of the file, else as `select_rows` shuffles. Of windows:
+                their seed where the options have none.
+            max_samples: read at most this many records.
+            min_supervised: leave out samples of fewer supervised tokens.
+
+        Raises:
+            FileNotFoundError: one of the files is not there.
+            SourceError: the pair is damaged or holds no ids, or an option cannot be used.
+
+        """
+        if seq_length < 1:
+            raise SourceError(f"seq_length is {seq_length}; expected at least 1")
+        options = MegatronOptions() if options is None else options
+        self._options = options
+        self._pair = open_pair(path, skip_images=options.skip_images)
+        self._name = self._pair.paths.prefix
+        if self._pair.index.dtype.kind == "f":
+            raise SourceError(
+                f"{self._pair.paths.idx} holds values of the dtype {self._pair.index.dtype.name}; "
+                "expected token ids, which are integers"
+            )
+        if not self._pair.num_tokens:
+            raise SourceError(f"{self._name} holds no tokens; expected at least one document that is not empty")
+        self._masks = self._open_masks()
+        self._ids_end = _IDS_END if vocab_size is None else vocab_size
+        self._min_supervised = min_supervised
+        self._choice: dict[str, JsonValue] = {
+            "mode": options.mode,
+            "skip_images": options.skip_images,
+            "split": split,
+            "max_samples": max_samples,
+            "min_supervised": min_supervised,
+        }
+        self._plan: Plan
+        if options.mode == "window":
+            self._plan = self._window_plan(seq_length, split, shuffle_seed, max_samples)
+        else:
+            self._plan = self._document_plan(seq_length, split, shuffle_seed, max_samples)
+        self._report = SourceReport()
+        self._sha256: dict[str, str] | None = None
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Return what decides the samples beside `seq_length`; the first call reads the files through.
+
+        Raises:
+            SourceError: a file was changed since it was opened.
+
+        """
+        if self._sha256 is None:
+            self._sha256 = self._pair.sha256()
+            if self._masks is not None:
+                self._sha256 |= {f"loss_mask_{name}": digest for name, digest in self._masks.sha256().items()}
+        return {"type": "megatron", **self._sha256, **self._choice}
+
+    def __len__(self) -> int:
+        """Return the number of records: documents, the empty ones included, or windows."""
+        return len(self._plan)
+
+    def origins(self) -> tuple[str, ...]:
+        """Return the names of the parts: there is one, without a name."""
+        return ("",)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens that each record gives, int64, shape (records,), after what `over_long` takes away."""
+        return self._plan.lengths()
+
+    def read(self, cursor: int = 0) -> Iterator[Sample]:
+        """Yield the samples from a cursor on, in order.
+
+        Raises:
+            ValueError: there is no such cursor.
+            SourceError: an id is not in the vocabulary, a value of the loss mask is not 0 or 1, or a file was changed.
+
+        """
+        end = self._plan.num_samples
+        if not 0 <= cursor <= end:
+            raise ValueError(f"cursor is {cursor}; expected 0 to {end}, the number of samples")
+        self._require_unchanged()
+        return self._read(cursor)
+
+    def report(self) -> SourceReport:
+        """Return what became of the records read so far, by all calls of `read` together."""
+        return self._report
+
+    def where(self, record: int) -> str:
+        """Return the pair and the document or window of a record, for messages."""
+        return f"{self._name}, {self._plan.name(record)}"
+
+    def record_of(self, cursor: int) -> int:
+        """Return the number of records that are done at a cursor."""
+        return self._plan.records_before(cursor)
+
+    def sample(self, record: int) -> Sample:
+        """Return the first sample of one record.
+
+        Raises:
+            IndexError: there is no such record.
+            SourceError: the record gives no sample (an empty document, or one left out), or as `read`.
+
+        """
+        if not 0 <= record < len(self):
+            raise IndexError(f"record is {record}; expected 0 to {len(self) - 1}")
+        self._require_unchanged()
+        number = self._plan.first_sample(record)
+        if number is None:
+            raise SourceError(f"{self.where(record)} gives no sample: it is {self._plan.outcome(record)}")
+        sample = self._sample(number)
+        if not self._is_kept(sample):
+            raise SourceError(
+                f"{self.where(record)} gives no sample: {int(sample.loss_mask.sum())} of its tokens are "
+                f"supervised, and min_supervised is {self._min_supervised}"
+            )
+        return sample
+
+    def _open_masks(self) -> IndexedPair | None:
+        if self._options.loss_mask is None:
+            return None
+        masks = open_pair(self._options.loss_mask, skip_images=self._options.skip_images)
+        mine, theirs = self._pair, masks
+        if not np.array_equal(mine.starts, theirs.starts) or not np.array_equal(
+            mine.index.boundaries, theirs.index.boundaries
+        ):
+            raise SourceError(
+                f"{masks.paths.prefix} is not the loss mask of {self._name}: its sequences or documents are not of "
+                "the same lengths; expected one value, 0 or 1, for each token"
+            )
+        return masks
+
+    def _document_plan(
+        self, seq_length: int, split: str | None, shuffle_seed: int | None, max_samples: int | None
+    ) -> DocumentPlan:
+        starts = self._pair.document_starts()
+        over_long = self._options.over_long
+        try:
+            rows = select_rows(len(starts) - 1, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+            plan = DocumentPlan(starts, _as_array(rows), seq_length, over_long)
+        except SourceError as error:
+            raise SourceError(f"{self._name}: {error}") from error
+        self._choice |= {"over_long": over_long, "shuffle_seed": shuffle_seed}
+        return plan
+
+    def _window_plan(
+        self, seq_length: int, split: str | None, shuffle_seed: int | None, max_samples: int | None
+    ) -> WindowPlan:
+        options = self._options
+        settings = options.window_settings(seq_length, shuffle_seed)
+        plan = plan_windows(self._pair, options, settings, split, max_samples)
+        self._choice |= {
+            **settings_identity(settings),
+            "carry_next_token": options.carries,
+            "eod_token_id": options.eod_token_id,
+            "parts": options.parts,
+            "part": None if options.parts is None else options.part,
+        }
+        return plan
+
+    def _read(self, cursor: int) -> Iterator[Sample]:
+        counts = ReadCounts(self._plan, self._report, cursor)
+        for number in range(cursor, self._plan.num_samples):
+            sample = self._sample(number)
+            given = self._is_kept(sample)
+            counts.add(number, sample, given=given)
+            if given:
+                yield sample
+
+    def _sample(self, number: int) -> Sample:
+        spans = self._plan.spans(number)
+        ids = np.concatenate([self._ids(span) for span in spans])
+        if self._masks is None:
+            mask = np.ones(len(ids), np.uint8)
+        else:
+            mask = np.concatenate([_mask_values(self._masks, span) for span in spans])
+        if self._options.eod_token_id is not None:
+            mask[1:][ids[:-1] == self._options.eod_token_id] = 0
+        return Sample(ids, mask, number + 1)
+
+    def _ids(self, span: Span) -> NDArray[np.int32]:
+        values = cast(NDArray[np.integer], self._pair.stream(*span))  # floats are refused when the pair is opened
+        if values.min() < 0 or values.max() >= self._ids_end:
+            position = int(np.flatnonzero((values < 0) | (values >= self._ids_end))[0])
+            raise SourceError(
+                f"{_place(self._pair, span[0] + position)} is the id {values[position]}; expected 0 to "
+                f"{self._ids_end - 1}: the corpus was made with another tokenizer"
+            )
+        return values.astype(np.int32)
+
+    def _is_kept(self, sample: Sample) -> bool:
+        return int(sample.loss_mask.sum()) >= self._min_supervised
+
+    def _require_unchanged(self) -> None:
+        self._pair.require_unchanged()
+        if self._masks is not None:
+            self._masks.require_unchanged()
+
+
+def build_megatron(context: SourceContext, *, path: str | PathLike[str], **options: SpecValue) -> MegatronSource:
+    """Build a Megatron source from a specification.
+
+    Its options are those of `MegatronOptions`, and `split`, `shuffle_seed` and `vocab_size`, which the context gives
+    where the specification does not.
+    """
+    split = options.pop("split", context.split)
+    shuffle_seed = options.pop("shuffle_seed", context.shuffle_seed)
+    vocab_size = options.pop("vocab_size", context.vocab_size)
+    if options.get("mode") == "window":
+        options.setdefault("num_samples", context.num_samples)
+    else:
+        options.setdefault("over_long", context.over_long)
+    check_types({"path": path, "split": split, "shuffle_seed": shuffle_seed, "vocab_size": vocab_size})
+    return MegatronSource(
+        path,
+        parse_options(options),
+        seq_length=context.seq_length,
+        vocab_size=vocab_size,  # type: ignore[arg-type] # the three were checked
+        split=split,  # type: ignore[arg-type]
+        shuffle_seed=shuffle_seed,  # type: ignore[arg-type]
+        max_samples=context.max_samples,
+        min_supervised=context.min_supervised,
+    )
+
+
+def _mask_values(masks: IndexedPair, span: Span) -> NDArray[np.uint8]:
+    values = masks.stream(*span)
+    known = (values == 0) | (values == 1)
+    if not known.all():
+        position = int(np.flatnonzero(~known)[0])
+        raise SourceError(f"{_place(masks, span[0] + position)} is {values[position]}; a loss mask holds 0 and 1")
+    return values.astype(np.uint8)
+
+
+def _place(pair: IndexedPair, position: int) -> str:
+    """Return the place of a token of the stream, for messages: all numbers count from 0."""
+    sequence = pair.sequence_at(position)
+    return f"{pair.paths.bin}: token {position - int(pair.starts[sequence])} of {pair.index.where(sequence)}"
+
+
+def _as_array(rows: Sequence[int]) -> NDArray[np.int64]:
+    if isinstance(rows, range):  # which NumPy would go through one by one
+        return np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
+    return np.asarray(rows, np.int64)

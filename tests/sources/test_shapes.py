@@ -1,0 +1,177 @@
+"""Masks over the shapes of the templates in use, against pieces that were written down without Jinja."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.messages import Conversation, read_conversation
+from dspark_store.sources.rendering import Renderer, TemplateMemory
+from tests.sources.shapes import ENDING, HEADER, REASONING, SAID, SHAPES
+
+TEXT = st.text(st.sampled_from(" \nabé🤗assistant:"), max_size=12)
+SAYING = TEXT.filter(str.strip)
+
+
+@st.composite
+def chats(draw, shape):
+    """Draw a conversation that the shape can take."""
+    first = 0 if shape.alternates else draw(st.integers(0, 1))
+    chat = []
+    for index in range(first, first + draw(st.integers(1, 5))):
+        if index % 2:
+            chat.append({"role": "assistant", "content": draw(TEXT)})
+            if draw(st.booleans()):
+                chat[-1]["reasoning_content"] = draw(SAYING)
+        else:
+            chat.append({"role": "user", "content": draw(SAYING)})
+    if draw(st.booleans()) and any(message["role"] == "user" for message in chat):
+        chat.insert(0, {"role": "system", "content": draw(SAYING)})
+    return chat
+
+
+def folded(shape, chat):
+    if not shape.folds_system or chat[0]["role"] != "system":
+        return chat
+    return [{**chat[1], "content": f"{chat[0]['content']}\n\n{chat[1]['content']}"}, *chat[2:]]
+
+
+def expected_text(shape, chat, kinds):
+    said = [text for kind, text in shape.pieces(folded(shape, chat)) if kind in kinds]
+    return "".join(said)
+
+
+def supervised_text(renderer, chat, **options):
+    conversation = read_conversation({"messages": chat})
+    ids, mask = tokens_and_mask(renderer, conversation, MaskOptions(**options))
+    whole = renderer.tokenizer.decode(ids)
+    return whole, renderer.tokenizer.decode(ids[mask == 1])
+
+
+@pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_what_is_supervised_is_what_the_assistant_said_and_what_closes_it(shape, tagged):
+    renderer = Renderer(shape.tokenizer(tagged=tagged))
+    every_kind = (HEADER, SAID, REASONING, ENDING, "other")
+
+    @settings(deadline=None, max_examples=25)
+    @given(chats(shape))
+    def check(chat):
+        ending = {ENDING} if not tagged and chat[-1]["role"] == "assistant" else set()
+        whole, said = supervised_text(renderer, chat, headers=True)
+        assert whole == expected_text(shape, chat, every_kind)
+        # A template without a prompt does not say where its header ends: what stands before a content is none of it.
+        silent = shape.name == "Mistral" and not tagged
+        expected = expected_text(shape, chat, {SAID, REASONING} | ending)
+        assert said.replace(" ", "") == expected.replace(" ", "") if silent else said == expected
+
+        _, said = supervised_text(renderer, chat, headers=True, reasoning=True)
+        expected = expected_text(shape, chat, {SAID} | ending)
+        assert said.replace(" ", "") == expected.replace(" ", "") if silent else said == expected
+
+        _, said = supervised_text(renderer, chat)
+        headers = set() if tagged else {HEADER}
+        assert said == expected_text(shape, chat, {SAID, REASONING} | headers | ending)
+
+    check()
+
+
+def test_thinking_inside_the_content_of_earlier_turns_is_left_out_as_the_template_does():
+    shape = next(shape for shape in SHAPES if shape.name == "Qwen 3")
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nd"},
+    ]
+    renderer = Renderer(shape.tokenizer(tagged=False))
+    assert supervised_text(renderer, chat, headers=True)[1] == ("b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n")
+
+
+def test_places_learned_from_one_conversation_do_not_mislead_in_another():
+    shape = next(shape for shape in SHAPES if shape.name == "OLMo")
+    learned, fresh = (Renderer(shape.tokenizer(tagged=False)) for _ in range(2))
+    chats_of_words = [
+        [{"role": role, "content": word} for role in ("user", "assistant", "user", "assistant")]
+        for word in ("a", "b\n")
+    ]
+    for chat in chats_of_words:
+        again = Conversation([dict(message) for message in chat], None)
+        expected = tokens_and_mask(fresh, again)[1].tolist()
+        fresh.memory = TemplateMemory()
+        assert tokens_and_mask(learned, again)[1].tolist() == expected
+    assert learned.memory.gaps
+
+
+QWEN3_TOOLS = (
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+    "{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function.name + '</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def test_earlier_tool_calls_without_content_are_found_where_the_template_drops_their_thinking():
+    tokenizer = SHAPES[0].tokenizer(tagged=False)
+    tokenizer.chat_template = QWEN3_TOOLS
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "r"}
+    chat = [
+        {"role": "user", "content": "q"},
+        {**call, "reasoning_content": "why"},
+        result,
+        result,
+        {**call, "reasoning_content": "so"},
+        result,
+        {"role": "assistant", "content": "x", "reasoning_content": "well"},
+        {"role": "user", "content": "p"},
+        {**call, "reasoning_content": "hm"},
+        result,
+        {"role": "assistant", "content": "y"},
+    ]
+    called = "<tool_call>f</tool_call><|im_end|>\n"
+    assert supervised_text(Renderer(tokenizer), chat, headers=True)[1] == (
+        f"{called}{called}x<|im_end|>\n<think>\nhm\n</think>\n\n{called}<think>\n\n</think>\n\ny<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_conversation_that_is_explained_by_those_before_is_rendered_once(shape, monkeypatch):
+    renderer = Renderer(shape.tokenizer(tagged=False))
+    renders: list[object] = []
+    render = renderer.render
+
+    def counted(*chat):
+        renders.append(chat)
+        return render(*chat)
+
+    monkeypatch.setattr(renderer, "render", counted)
+    for word in ("a", "b"):
+        renders.clear()
+        chat = [{"role": role, "content": word} for role in ("user", "assistant", "user", "assistant")]
+        supervised_text(renderer, chat)
+    assert len(renders) == 1
+
+
+@pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_ids_are_those_of_the_tokenizers_own_call(shape, tagged):
+    tokenizer = shape.tokenizer(tagged=tagged)
+    chat: list[JsonValue] = [
+        {"role": "user", "content": "hi", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": " yo\n", "reasoning_content": "why", "name": None},
+        {"role": "user", "content": "\u00e9"},
+        {"role": "assistant", "content": ""},
+    ]
+    conversation = read_conversation({"messages": chat})
+    ids, _ = tokens_and_mask(Renderer(tokenizer), conversation)
+    assert ids.tolist() == tokenizer.apply_chat_template(conversation.messages)["input_ids"]

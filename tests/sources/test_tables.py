@@ -1,0 +1,103 @@
+"""Parquet files and Hugging Face datasets: the same rows as in JSON Lines give the same samples."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from dspark_store.sources import ChatSource, SourceError
+from dspark_store.sources.files import open_rows
+from tests.sources.words import CHAT, write_rows
+from tests.tiny import tiny_tokenizer, write_chats
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None, "type": "function"}
+TOOLS = {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = write_chats(tmp_path_factory.mktemp("tables") / "chats.jsonl", 60)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_rows(path, *rows, TOOLS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(chats):
+    return pa.Table.from_pylist([json.loads(line) for line in chats.read_text().splitlines()])
+
+
+def samples_of(data, **options):
+    source = ChatSource(data, tiny_tokenizer(), seq_length=200, **options)
+    return [(sample.input_ids.tolist(), sample.loss_mask.tolist(), sample.cursor) for sample in source.read()]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 3}, {"shuffle_seed": 3, "split": "train[10%:50%]"}])
+def test_parquet_gives_the_samples_of_json_lines(tmp_path, chats, table, options):
+    pq.write_table(table, tmp_path / "chats.parquet", row_group_size=4)
+    assert samples_of(tmp_path / "chats.parquet", **options) == samples_of(chats, **options)
+
+
+def test_a_directory_of_parquet_files_is_all_of_them(tmp_path, chats, table):
+    pq.write_table(table.slice(0, 7), tmp_path / "0.parquet")
+    pq.write_table(table.slice(7), tmp_path / "1.parquet")
+    assert samples_of(tmp_path) == samples_of(chats)
+
+
+def test_a_parquet_row_is_told_by_its_number_and_other_columns_are_not_read(tmp_path, table):
+    pq.write_table(table.append_column("picture", pa.array([b"\xff"] * len(table))), tmp_path / "a.parquet")
+    with closing(open_rows(tmp_path / "a.parquet")) as rows:
+        assert rows.where(3) == f"{tmp_path / 'a.parquet'}, row 4"
+        assert list(rows.take([0])[0]) == ["messages"]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path, table: path.write_text("a,b\n1,2\n"), "a.parquet cannot be read as parquet"),
+        (lambda path, table: pq.write_table(table.slice(0, 0), path), "a.parquet has no rows"),
+        (
+            lambda path, table: pq.write_table(pa.table({"text": ["a"]}), path),
+            "has the columns text; expected messages",
+        ),
+    ],
+)
+def test_a_parquet_file_that_is_no_use_says_why(tmp_path, table, write, message):
+    write(tmp_path / "a.parquet", table)
+    with pytest.raises(SourceError, match=message):
+        open_rows(tmp_path / "a.parquet")
+
+
+def test_a_damaged_row_group_says_so(tmp_path, table):
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=8, compression="zstd")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[100:400] = b"\xff" * 300
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.parquet cannot be read as parquet"):
+        samples_of(tmp_path / "a.parquet")
+
+
+def test_a_saved_dataset_gives_the_samples_of_json_lines(tmp_path, chats, table):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset(table)
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([0])}).save_to_disk(tmp_path / "splits")
+    expected = samples_of(chats, shuffle_seed=1)
+    assert samples_of(tmp_path / "one", shuffle_seed=1) == expected
+    assert samples_of(tmp_path / "splits", shuffle_seed=1) == expected
+    assert len(samples_of(tmp_path / "splits", split="test")) == 1
+    assert samples_of(tmp_path / "splits", split="train[:5]", shuffle_seed=1) == expected[:5]
+    with pytest.raises(SourceError, match="has no split 'dev'; it has train, test"):
+        samples_of(tmp_path / "splits", split="dev[:5]")
+    one, same = (ChatSource(tmp_path / name, tiny_tokenizer(), seq_length=9) for name in ("one", "splits"))
+    assert one.identity() == same.identity()
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_one_line():
+    pytest.importorskip("datasets")
+    with pytest.raises(SourceError, match="dataset nobody/nothing cannot be loaded") as error:
+        open_rows("nobody/nothing")
+    assert "\n" not in str(error.value)
