@@ -34,7 +34,8 @@ BLOCK = re.compile(
     r"^(?P<skip><!-- not run: .+ -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 PRECOMPUTE = "dspark_store.precompute"
-OTHER_FLAGS = {"help", "config", "rows", "report", "tokenizer"} | {"cpus-per-task", "requeue", "signal"}  # of the parsers themselves, and of Slurm
+# Of the parsers themselves, of `dspark-store tokens`, and of Slurm.
+OTHER_FLAGS = {"help", "config"} | {"rows", "report", "tokenizer"} | {"cpus-per-task", "requeue", "signal"}
 
 
 @dataclass(frozen=True, slots=True)
