@@ -45,11 +45,6 @@ class PackPlan:
         """(rows,) int64: real tokens of each row."""
         return np.add.reduceat(self.lengths, self.starts[:-1])
 
-    @property
-    def pad_fraction(self) -> float:
-        """The share of the tokens of all rows that is padding."""
-        return 1 - int(self.lengths.sum()) / (len(self) * self.budget)
-
     def row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples of a row and the tokens kept of each, in the order they stand in the row."""
         if not 0 <= row < len(self):

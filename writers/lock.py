@@ -20,7 +20,8 @@ from dspark_store.writers.process import ProcessName
 
 LOCK_KEY = ".writer.lock"
 _BEAT_SECONDS = 15.0
-_LOOK_SECONDS = 5.0
+LEAVING_SECONDS = 20.0
+"""What all ranks of a job are given to end, from when its first rank has heard that the lock is lost."""
 STALE_SECONDS = 120.0
 
 
@@ -34,16 +35,22 @@ class StoreLock:
     The lock names host, process and the process's start time. A lock whose process is gone (same host) or whose
     heartbeat is older than 120 s by the file system's own clock (another host) is taken over; a live one is refused
     with BlockingIOError naming its holder, unless ``take_over`` says to take that too. ``on_lost`` is told once, on the
-    thread of the heartbeat, when another job has done so.
+    thread of the heartbeat, when another job has done so. A take-over sleeps with ``pause``, which may raise to stop.
     """
 
     def __init__(
-        self, storage: LocalStorage, *, take_over: bool = False, on_lost: Callable[[str], None] | None = None
+        self,
+        storage: LocalStorage,
+        *,
+        take_over: bool = False,
+        on_lost: Callable[[str], None] | None = None,
+        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self._storage = storage
         self._path = storage.path(LOCK_KEY)
         self._take_over = take_over
         self._on_lost = on_lost
+        self._pause = pause
         self._stop = threading.Event()
         self._beat = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
         self._former: ProcessName | None = None
@@ -67,9 +74,9 @@ class StoreLock:
         self._end()
 
     def release(self) -> None:
-        """Give the lock back. One that was taken over is another job's, and stays."""
+        """Give the lock back. One that was taken over, or never taken, is another job's, and stays."""
         with contextlib.suppress(FileNotFoundError):
-            if self._path.read_bytes() == self.holder.encode():
+            if self.holder and self._path.read_bytes() == self.holder.encode():
                 self._path.unlink()
 
     def _take(self) -> None:
@@ -131,16 +138,19 @@ class StoreLock:
         grave.unlink(missing_ok=True)
 
     def _let_the_former_notice(self) -> None:
-        """Give a living job that was pushed aside the time to look at the lock, so that it writes nothing more."""
-        deadline = time.monotonic() + _BEAT_SECONDS + _LOOK_SECONDS
+        """Give a living job that was pushed aside the time to look at the lock and to end: then it writes no more."""
+        deadline = time.monotonic() + _BEAT_SECONDS + LEAVING_SECONDS
         while self._former is not None and time.monotonic() < deadline:
             if self._former.is_local and not self._former.still_runs:
                 return
-            time.sleep(0.2)
+            self._pause(0.2)
 
 
 def check_lock(storage: LocalStorage, holder: str) -> None:
-    """Raise LostLockError unless the store is still locked by ``holder``. Every rank asks before a commit."""
+    """Raise LostLockError unless the store is still locked by ``holder``.
+
+    Every rank asks before it makes anything visible, and once more before what commits it.
+    """
     try:
         found = storage.path(LOCK_KEY).read_bytes()
     except FileNotFoundError:

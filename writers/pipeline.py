@@ -21,9 +21,9 @@ class EncodePipeline:
 
     At most ``buffer_bytes`` of what is submitted are under way; `submit` waits beyond that. Because sinks run
     one at a time and in order, an object's bytes do not depend on the number of threads. The first error of a task or
-    a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. ``buffers`` are for the
-    chunks themselves. ``encode_seconds`` and ``write_seconds`` are what tasks and sinks have taken so far, by the
-    clock and added up over the threads.
+    a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. One thread submits, flushes
+    and resets. ``buffers`` are for the chunks themselves. ``encode_seconds`` and ``write_seconds`` are what tasks and
+    sinks have taken so far, by the clock and added up over the threads.
     """
 
     def __init__(self, threads: int, buffer_bytes: int) -> None:
@@ -32,7 +32,7 @@ class EncodePipeline:
         self.buffers = BufferPool()
         self.encode_seconds = self.write_seconds = 0.0
         self._pool = ThreadPoolExecutor(threads, "encode")
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._buffer_bytes = buffer_bytes
         self._pending_bytes = 0
@@ -48,21 +48,21 @@ class EncodePipeline:
                 lambda: self._error or not self._pending or self._pending_bytes + nbytes <= self._buffer_bytes
             )
             self._raise_error()
+        deliver = partial(self._deliver, self._pool.submit(_timed, task), sink)  # may fail for want of a thread
+        with self._changed:
             self._pending += 1
             self._pending_bytes += nbytes
-        self._queue.put((partial(self._deliver, self._pool.submit(_timed, task), sink), nbytes))
+        self._queue.put((deliver, nbytes))
 
     def flush(self) -> None:
         """Wait until every submitted chunk has reached its sink."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
-            self._raise_error()
+        self._settle()
+        self._raise_error()
 
     def reset(self) -> None:
         """Wait for what is under way and forget an error, so that the shard it broke can be done again."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
-            self._error = None
+        self._settle()
+        self._error = None
 
     def close(self) -> None:
         """End the threads; chunks still under way are finished or dropped."""
@@ -78,12 +78,28 @@ class EncodePipeline:
     ) -> None:
         self.close()
 
+    def _settle(self) -> None:
+        """Wait until the writing thread has come past all that is queued. Then nothing is under way.
+
+        The counts are not asked: an interrupt may have stopped a `submit` between what it counted and what it queued.
+        """
+        if not self._writer.is_alive():
+            return
+        passed = threading.Event()
+        self._queue.put(passed)
+        passed.wait()
+        with self._changed:
+            self._pending = self._pending_bytes = 0
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _drain(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             deliver, nbytes = item
             failure: BaseException | None = None
             try:

@@ -21,17 +21,20 @@ def sweep_uncommitted(storage: Storage, record: StoreRecord) -> int:
     Only the holder of the store's lock may call it.
     """
     swept = storage.sweep()
-    committed = {
-        IDS: set(token_ledger(storage).committed()),
-        LAST: set(state_ledger(storage, record.schema).committed()),
-    }
-    committed[MASK], committed[LAYERS] = committed[IDS], committed[LAST]
-    for column, shards in committed.items():
+    tokens, states = token_ledger(storage), state_ledger(storage, record.schema)
+    ledgers = {LAST: states, LAYERS: states}
+    if record.phase == "tokens":  # settled ones are never made again: a row that is missing is damage, not a leftover
+        ledgers |= {IDS: tokens, MASK: tokens}
+    for column, ledger in ledgers.items():
+        committed = set(ledger.committed())
         for name in storage.list(column):
             match = _OBJECT_NAME.fullmatch(name)
-            if match and int(match.group(1)) not in shards:
-                storage.delete(f"{column}/{name}")
-                swept += 1
+            if match is None or int(match.group(1)) in committed:
+                continue
+            if storage.exists(ledger.key(int(match.group(1)))):  # asked again: time may have passed, and the lock too
+                continue
+            storage.delete(f"{column}/{name}")
+            swept += 1
     return swept
 
 

@@ -72,15 +72,15 @@ class CachedAppender:
 class DirectAppender:
     """`Appender` past the page cache (``O_DIRECT``), through a buffer of 4 MiB.
 
-    OSError when the file system has no such writes. One that says so only at a write gets that one and all later ones
-    through the page cache.
+    Raises OSError when the file system has no such writes, or there is no memory for the buffer; the file is then as
+    it was. A file system that says so only at a write gets that one and all later ones through the page cache.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        _set_direct(descriptor, wanted=True)
         self._buffer = memoryview(mmap.mmap(-1, _STAGED))  # whose memory is aligned as direct writes need it
         self._filled = 0
+        _set_direct(descriptor, wanted=True)  # last: who goes on without this buffer needs a file that is not direct
 
     def append(self, parts: Sequence[Buffer]) -> None:
         """See `Appender`."""

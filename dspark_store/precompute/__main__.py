@@ -51,7 +51,8 @@ def _level(config: PrecomputeConfig) -> str:
 
 
 def _tell(line: str) -> None:
-    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # as text: what is no number is told here too
+    rank = "" if alone or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
     kind, _, text = line.partition(": ")
     print(f"{kind}: {rank}{text}", file=sys.stderr, flush=True)
 

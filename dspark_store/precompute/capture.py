@@ -208,8 +208,8 @@ class ShardCapture:
 class CaptureEvents:
     """What a capture tells: the valid tokens of every batch, the valid tokens and stored bytes of every commit.
 
-    ``before_commit`` is asked before objects become visible, ``check`` between batches; both may raise to stop.
-    ``pause`` is called when there is nothing to do for the moment.
+    ``before_commit`` is asked before each object becomes visible and before the ledger row does, ``check`` between
+    batches; both may raise to stop. ``pause`` is called when there is nothing to do for the moment.
     """
 
     batch: Callable[[int], None]
@@ -257,8 +257,13 @@ def _commit(context: CaptureContext, crew: Crew, shard: ShardCapture, events: Ca
         return
     events.before_commit()
 
+    def on_object() -> None:
+        crew.progress()
+        events.before_commit()
+
     def publish(parts: Sequence[FinishedObjects]) -> None:
+        events.before_commit()  # the objects may have taken long, and another job may have swept them by now
         report = publish_states(context.storage, context.record.schema, shard.shard, parts)
         events.committed(shard.tokens, report.stored_bytes)
 
-    crew.commit(shard.shard, shard.finish(crew.progress), publish)
+    crew.commit(shard.shard, shard.finish(on_object), publish)

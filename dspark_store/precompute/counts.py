@@ -62,7 +62,9 @@ class CaptureCounts:
         self._show(self._count("tokens"))
 
     def report(self, seconds: float) -> CaptureReport:
-        """Return what was captured. A shard whose lease was lost counts twice in its tokens, not in its shards."""
+        """Return what was committed, and the tokens of all shards that were to do: each shard once, however often it
+        was captured.
+        """
         return CaptureReport(self._count("shards"), self._todo, self._count("bytes"), seconds)
 
     def _count(self, name: str) -> int:

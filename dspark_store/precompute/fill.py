@@ -6,9 +6,9 @@ import errno
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,7 @@ from dspark_store.precompute.preview import source_reports
 from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
-from dspark_store.precompute.undo import new_store_undone
+from dspark_store.precompute.undo import new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
@@ -53,6 +53,7 @@ from dspark_store.writers.states import state_ledger
 _log = logging.getLogger(__name__)
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _SHARDS_A_WORKER = 4
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +75,23 @@ class _Begun:
         return cls(known["lock"], known["shards"], known["needs_weights"])
 
 
-def fill_store(world: World, job: Job | None, storage: LocalStorage, target: JobTarget) -> CaptureReport | None:
+def fill_store(
+    world: World, job: Job | None, storage: LocalStorage, target: JobTarget, *, smoke: bool = False
+) -> CaptureReport | None:
     """Do what a store lacks; every rank calls it, rank 0 with the job. Returns rank 0's report.
 
-    OSError, ValueError and what else a user can mend; what is committed stays.
+    The store of a ``smoke`` test is small on purpose, and is not profiled.
+
+    Raises OSError, ValueError and what else a user can mend, and StoppedError when the job ends for a reason outside of
+    this rank's work, as when another job has taken the store over; what is committed stays.
     """
     try:
         if job is not None:
-            return _lead(world, job, storage, target)
-        _follow(world, storage, target)
+            return _fill_as_leader(world, job, storage, target, smoke=smoke)
+        _fill_as_follower(world, storage, target, smoke=smoke)
         return None
+    except (LostLockError, LeaseError) as error:
+        raise StoppedError(str(error), FAILED) from error
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -93,44 +101,65 @@ def fill_store(world: World, job: Job | None, storage: LocalStorage, target: Job
         ) from error
 
 
-def _lead(world: World, job: Job, storage: LocalStorage, target: JobTarget) -> CaptureReport:
-    lock = StoreLock(storage, take_over=job.config.take_over, on_lost=world.watch.stop)
-    with lock, new_store_undone(storage):
-        world.watch.before_leaving(lock.release)
+def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTarget, *, smoke: bool) -> CaptureReport:
+    watch = world.watch
+    lock = StoreLock(storage, take_over=job.config.take_over, on_lost=watch.stop, pause=watch.pause)
+    watch.before_leaving(lock.release)  # before it is taken: to take it over may last
+    # the lock is given back when the others have heard of a failure: they would take its absence for the cause
+    with lock, world.failure_told(), new_store_undone(storage, lock.holder):
+        check = partial(_check_may_write, world, storage, lock.holder)
         record = _open_or_create(job, storage)
         check_equality_class(storage, record, target.plan, target.device, allow=job.config.mix_equality_classes)
-        swept = sweep_uncommitted(storage, record)
-        if swept:
-            _log.info("removed %d leftovers of an interrupted run", swept)
+        _clean(storage, record)
         if record.phase == "tokens":
-            record = tokenise(storage, record, job.source, world.watch.check)
-            _tell_refusals(job.source)
+            record = tokenise(storage, record, job.source, check)
+            tell_refusals(job.source)
         lengths = [int(length) for length in StoreIndex(storage, record).length]
         _refuse_full_disk(storage, record, lengths)
-        if storage.root == Path(target.config.output_dir):  # a smoke test is small on purpose
+        if not smoke:
             _warn_of_few_shards(record.schema, job.config, target.plan.crews)
         shards = _shards_to_do(storage, record.schema, job.config.batch_size, lengths, target.plan.crews)
         begun = _Begun(lock.holder, shards, not record.weights)
         world.share("begun", begun.to_json)
         if begun.needs_weights:
-            record = _write_weights(storage, record, target)
+            record = _write_weights(storage, record, target, check)
         if not state_ledger(storage, record.schema).committed():  # whoever was here before has left nothing
             record = replace(record, producers=())
-        record = _with_producer(record, target)
+        record = _with_producer(record, target) if shards else record  # else there is no target to load
+        check()
         write_metadata(storage, record)
-        report = _capture(world, storage, record, target, begun, lengths)
-        complete_store(storage, _with_rate(record, report))
+        report = _capture(world, storage, record, target, begun, lengths, smoke=smoke)
+        check()
+        complete_store(storage, _with_rate(record, report) if shards else record)
         world.share("published", lambda: True)
         return report
 
 
-def _follow(world: World, storage: LocalStorage, target: JobTarget) -> None:
+def _fill_as_follower(world: World, storage: LocalStorage, target: JobTarget, *, smoke: bool) -> None:
     begun = _Begun.from_json(world.receive("begun"))
     record = read_record(storage)
     if begun.needs_weights:
         target.loaded.weights()
-    _capture(world, storage, record, target, begun, [])
+    _capture(world, storage, record, target, begun, [], smoke=smoke)
     world.receive("published")
+
+
+def _check_may_write(world: World, storage: LocalStorage, holder: str) -> None:
+    """Raise StoppedError when the job is to end, LostLockError when the store is not its own any more."""
+    world.watch.check()
+    check_lock(storage, holder)
+
+
+def _clean(storage: LocalStorage, record: StoreRecord) -> None:
+    """Remove what former runs have left that is no part of the store, or only half of one."""
+    broken = [] if record.complete else retract_broken(storage, record)
+    if broken:
+        more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
+        names = ", ".join(broken[:_NAMES_SHOWN])
+        _log.warning("committed shards whose objects are not all there are done again: %s%s", names, more)
+    swept = sweep_uncommitted(storage, record)
+    if swept:
+        _log.info("removed %d leftovers of an interrupted run", swept)
 
 
 def _open_or_create(job: Job, storage: LocalStorage) -> StoreRecord:
@@ -162,7 +191,8 @@ def _shards_to_do(
     return longest_first(costs)
 
 
-def _tell_refusals(source: Source) -> None:
+def tell_refusals(source: Source) -> None:
+    """Warn of rows that a source has left out, with an example of each reason."""
     for name, report in source_reports(source):
         left_out = report.refused + report.dropped + report.too_few_supervised
         if left_out:
@@ -185,8 +215,11 @@ def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: 
         )
 
 
-def _write_weights(storage: LocalStorage, record: StoreRecord, target: JobTarget) -> StoreRecord:
+def _write_weights(
+    storage: LocalStorage, record: StoreRecord, target: JobTarget, check: Callable[[], None]
+) -> StoreRecord:
     tables = target.loaded.weights()
+    check()  # to load the target may have taken long
     if tables is None:
         raise RuntimeError("rank 0 was given no vocabulary tables")
     record = replace(record, head=tables.facts)
@@ -229,7 +262,11 @@ def _capture(
     target: JobTarget,
     begun: _Begun,
     lengths: Sequence[int],
+    *,
+    smoke: bool,
 ) -> CaptureReport:
+    if not begun.shards:
+        return CaptureReport(0, 0, 0, 0.0)
     config, schema, plan = target.config, record.schema, target.plan
     capture = target.loaded.capture(schema.layer_ids)
     settings = CaptureSettings(
@@ -252,16 +289,13 @@ def _capture(
         events = CaptureEvents(
             batch=counts.batch,
             committed=counts.committed,
-            before_commit=lambda: check_lock(storage, begun.lock),
+            before_commit=partial(_check_may_write, world, storage, begun.lock),
             check=world.watch.check,
             pause=counts.pause,
         )
-        try:
-            capture_shards(context, crew, events)
-        except (LostLockError, LeaseError) as error:
-            raise StoppedError(str(error), FAILED) from error
+        capture_shards(context, crew, events)
     seconds = time.monotonic() - started
-    if config.profile and storage.root == Path(config.output_dir):
+    if config.profile and not smoke:
         for line in profile.lines(seconds, pipeline.encode_seconds, pipeline.write_seconds):
             print(line if world.size == 1 else f"rank {world.rank} {line}")
     return counts.report(seconds)

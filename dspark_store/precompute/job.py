@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Literal, cast
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dspark_store.automodel import build_cache_manifest
@@ -35,7 +34,6 @@ from dspark_store.target import (
     load_target_config,
     load_tokenizer,
     read_model_type,
-    refuse_unsupported_model_type,
     resolve_compute_dtype,
     target_config_json,
     target_fingerprint,
@@ -49,17 +47,33 @@ from dspark_store.target.source import locate
 
 
 @dataclass(frozen=True, slots=True)
+class TargetDescription:
+    """The target as its configuration describes it, before any weight is loaded.
+
+    ``config`` is that of its first ``num_layers`` layers where it is cut to them, and of the whole target where that
+    is None; ``depth`` counts the layers of the whole target.
+    """
+
+    source: TargetSource
+    model_type: str
+    config: PretrainedConfig
+    depth: int
+    num_layers: int | None
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The part of ``config`` that describes the language model."""
+        return text_config(self.config)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its settings, its source of tokens, the target that it will load, and the store that it makes."""
+    """One run: its settings, the target that it will load, its source of tokens, and the store that it makes."""
 
     config: PrecomputeConfig
-    target: TargetSource
+    target: TargetDescription
     source: Source
-    pad_token_id: int
-    compute_dtype: torch.dtype
     new_record: StoreRecord
-    num_layers: int | None = None
-    """How many of the target's first layers are loaded, None for the whole target."""
 
     @property
     def manifest(self) -> Manifest:
@@ -103,37 +117,56 @@ def existing_record(storage: LocalStorage, *, resume: bool) -> StoreRecord | Non
     return None
 
 
-def plan_job(config: PrecomputeConfig) -> Job:
-    """Read what is cheap: the target's configuration and tokenizer, the source's rows and content hash.
-
-    ValueError, FileNotFoundError or ImportError for whatever a user can get wrong.
-    """
-    target = TargetSource(config.target_model, config.trust_remote_code)
-    refuse_unsupported_model_type(read_model_type(target))
-    device = config.resolved_device
-    compute_dtype = resolve_compute_dtype(config.compute_dtype, device)
-    target_config = load_target_config(target)
+def describe_target(config: PrecomputeConfig) -> TargetDescription:
+    """Read the target's configuration; ValueError when there is none, or it is of no use."""
+    source = TargetSource(config.target_model, config.trust_remote_code)
+    model_type = read_model_type(source)
+    target_config = load_target_config(source)
     depth = int(text_config(target_config).num_hidden_layers)
     num_layers = resolve_reduced_target_layers(depth, config.target_num_hidden_layers)
     if num_layers is not None:
         target_config = cut_target_config(target_config, num_layers)
-    layer_ids = _layer_ids(config, text_config(target_config))
-    tokenizer = load_tokenizer(target)
-    check_fits(text_config(target_config), config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
+    return TargetDescription(source, model_type, target_config, depth, num_layers)
+
+
+def plan_job(config: PrecomputeConfig, target: TargetDescription | None = None) -> Job:
+    """Read what is cheap: the target's description, if it is not given, its tokenizer, the source's rows and hash.
+
+    ValueError, FileNotFoundError or ImportError for whatever a user can get wrong.
+    """
+    target = target or describe_target(config)
+    compute_dtype = resolve_compute_dtype(config.compute_dtype, config.resolved_device)
+    layer_ids = _layer_ids(config, target.text)
+    tokenizer = load_tokenizer(target.source)
+    check_fits(target.text, config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
     apply_chat_template_option(tokenizer, config.chat_template)
-    source = build_source(parse_source(config.input_data), _source_context(config, tokenizer, target_config))
-    pad = _pad_token_id(tokenizer)
-    record = _new_record(config, target, target_config, tokenizer, source, layer_ids, pad, compute_dtype, depth)
-    return Job(config, target, source, pad, compute_dtype, record, num_layers)
+    vocab_size = int(target.text.vocab_size)
+    source = build_source(parse_source(config.input_data), _source_context(config, tokenizer, vocab_size))
+    schema = _new_schema(config, target.text, layer_ids, source)
+    identity: dict[str, JsonValue] = {
+        **_upstream_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer)),
+        **_target_identity(target),
+        "source": source.identity(),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "pad_token_id": _pad_token_id(tokenizer, vocab_size),
+        "batch_size": config.batch_size,
+        "batching": BATCHING_RULE,
+        "compute_dtype": str(compute_dtype).removeprefix("torch."),
+        "attn_implementation": config.target_attn_implementation,
+        "codec": schema.codec,
+        "chunk_tokens": schema.chunk_tokens,
+    }
+    record = StoreRecord(
+        identity_digest(identity), schema, manifest=identity, target_config=target_config_json(target.config)
+    )
+    return Job(config, target, source, record)
 
 
-def _source_context(
-    config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase, target_config: PretrainedConfig
-) -> SourceContext:
+def _source_context(config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SourceContext:
     return SourceContext(
         seq_length=config.seq_length,
         load_tokenizer=lambda: tokenizer,
-        vocab_size=int(text_config(target_config).vocab_size),
+        vocab_size=vocab_size,
         split=config.split,
         shuffle_seed=config.shuffle_seed,
         seed=42 if config.shuffle_seed is None else config.shuffle_seed,
@@ -157,27 +190,24 @@ class TargetShape:
     num_layers: int | None
 
 
-def plan_target(config: PrecomputeConfig, world_size: int) -> TargetShape:
-    """Decide how ``world_size`` ranks share the target, from its configuration alone.
+def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescription | None = None) -> TargetShape:
+    """Decide how ``world_size`` ranks share the target, from its description alone, which is read if not given.
 
     ValueError naming the axis when the target cannot be shared out so.
     """
     if config.device_map is not None and world_size > 1:
         raise ValueError(f"device-map {config.device_map} places the target in one process: run it without torchrun")
-    source = TargetSource(config.target_model, config.trust_remote_code)
-    model_type = read_model_type(source)
-    text = text_config(load_target_config(source))
-    num_layers = resolve_reduced_target_layers(int(text.num_hidden_layers), config.target_num_hidden_layers)
+    target = target or describe_target(config)
     plan = ParallelPlan(
         world_size,
-        fsdp=config.resolved_fsdp_size(model_type, world_size),
+        fsdp=config.resolved_fsdp_size(target.model_type, world_size),
         tp=config.tp_size,
         ep=config.ep_size,
         pp=config.pp_size,
         reduce_dtype=cast(ReduceDtype, config.reduce_dtype),
     )
-    plan.check(text, num_layers=num_layers, gguf=locate(source).gguf_file is not None)
-    return TargetShape(plan, num_layers)
+    plan.check(target.text, gguf=locate(target.source).gguf_file is not None)
+    return TargetShape(plan, target.num_layers)
 
 
 def check_identity(recorded: StoreRecord, job: Job) -> None:
@@ -186,6 +216,21 @@ def check_identity(recorded: StoreRecord, job: Job) -> None:
     if fields:
         details = "; ".join(
             f"{name}: store {recorded.manifest.get(name)!r}, this run {job.manifest.get(name)!r}" for name in fields
+        )
+        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+    _check_target_config(recorded, job)
+
+
+def _check_target_config(recorded: StoreRecord, job: Job) -> None:
+    """Refuse a target of the same weights that computes something else with them: other experts a token, say.
+
+    Only what both configurations have is compared, since a newer transformers knows more fields.
+    """
+    stored, own = recorded.target_config or {}, job.new_record.target_config or {}
+    differing = sorted(name for name in stored.keys() & own.keys() if stored[name] != own[name])
+    if differing:
+        details = "; ".join(
+            f"target_config.{name}: store {stored[name]!r}, this run {own[name]!r}" for name in differing
         )
         raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
 
@@ -202,33 +247,40 @@ def _written(source: SpecValue) -> str:
     return source if isinstance(source, str) else json.dumps(source, default=str, sort_keys=True)
 
 
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """Return an id for padding that has a row in the target's embedding, as one added to the tokenizer may not."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(token_id, int):
+        if isinstance(token_id, int) and 0 <= token_id < vocab_size:
             return token_id
     return 0
 
 
-def _new_record(
-    config: PrecomputeConfig,
-    target: TargetSource,
-    target_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Source,
-    layer_ids: list[int],
-    pad_token_id: int,
-    compute_dtype: torch.dtype,
-    depth: int,
-) -> StoreRecord:
-    text = text_config(target_config)
-    dtype = cache_dtype(config.dtype)
-    width = int(text.hidden_size)
+def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], source: Source) -> StoreSchema:
+    dtype, width = cache_dtype(config.dtype), int(text.hidden_size)
     chunk_tokens = config.chunk_tokens or default_chunk_tokens(
         width, dtype.itemsize, config.seq_length, compressed=config.codec != "none"
     )
-    chunk_tokens = min(chunk_tokens, config.seq_length)
-    fingerprint = target_fingerprint(target)
-    shapes = build_cache_manifest(
+    origins = source.origins()
+    schema = StoreSchema(
+        num_samples=0,
+        shard_size=config.shard_size,
+        seq_length=config.seq_length,
+        hidden_size=width,
+        num_layers=len(layer_ids),
+        layer_ids=tuple(layer_ids),
+        dtype=dtype,
+        codec=config.codec,
+        chunk_tokens=min(chunk_tokens, config.seq_length),
+        sources=origins if len(origins) > 1 else (),
+    )
+    schema.columns()  # a codec whose package is missing is refused here
+    return schema
+
+
+def _upstream_identity(
+    config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], template_sha256: str
+) -> Manifest:
+    return build_cache_manifest(
         target_model=config.target_model,
         target_model_type=str(text.model_type),
         target_text_config=cast("object", text),  # type: ignore[arg-type] # a transformers config has these fields
@@ -241,37 +293,11 @@ def _new_record(
         train_split=config.split,
         shuffle_seed=config.shuffle_seed,  # type: ignore[arg-type] # upstream knows no unshuffled store
         mask_reasoning_content=config.mask_reasoning_content,
-        chat_template_sha256=chat_template_sha256(tokenizer),
+        chat_template_sha256=template_sha256,
     )
-    identity: dict[str, JsonValue] = {
-        **shapes,
-        "source": source.identity(),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "pad_token_id": pad_token_id,
-        "target_weights": fingerprint["weights"],
-        "target_revision": fingerprint["revision"],
-        "batch_size": config.batch_size,
-        "batching": BATCHING_RULE,
-        "compute_dtype": str(compute_dtype).removeprefix("torch."),
-        "attn_implementation": config.target_attn_implementation,
-        "codec": config.codec,
-        "chunk_tokens": chunk_tokens,
-    }
-    if depth != text.num_hidden_layers:
-        identity["target_num_hidden_layers_full"] = depth
-    schema = StoreSchema(
-        num_samples=0,
-        shard_size=config.shard_size,
-        seq_length=config.seq_length,
-        hidden_size=width,
-        num_layers=len(layer_ids),
-        layer_ids=tuple(layer_ids),
-        dtype=dtype,
-        codec=config.codec,
-        chunk_tokens=chunk_tokens,
-        sources=source.origins() if len(source.origins()) > 1 else (),
-    )
-    schema.columns()  # a codec whose package is missing is refused here
-    return StoreRecord(
-        identity_digest(identity), schema, manifest=identity, target_config=target_config_json(target_config)
-    )
+
+
+def _target_identity(target: TargetDescription) -> dict[str, JsonValue]:
+    fingerprint = target_fingerprint(target.source)
+    cut = {"target_num_hidden_layers_full": target.depth} if target.depth != target.text.num_hidden_layers else {}
+    return {"target_weights": fingerprint["weights"], "target_revision": fingerprint["revision"], **cut}

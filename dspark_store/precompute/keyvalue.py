@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
+from dspark_store.precompute.rounds import join_round, open_round
+
 _TIMEOUT = dt.timedelta(seconds=60)
 
 
@@ -34,11 +36,15 @@ class KeyValue(Protocol):
         ...
 
 
+def _connect(address: str, port: int, *, keep: bool = False) -> TCPStore:
+    return TCPStore(address, port, is_master=keep, timeout=_TIMEOUT, wait_for_workers=False)
+
+
 class SharedStore:
     """`KeyValue` in torch's TCPStore.
 
-    ``prefix`` keeps jobs apart that share a store, as the attempts of torchrun's ``--max-restarts`` do. Raises
-    RuntimeError, as torch does, once the process that keeps the store is gone.
+    ``prefix`` keeps apart those that share a store one after the other: see `join_round`. Raises RuntimeError, as torch
+    does, once the process that keeps the store is gone.
     """
 
     def __init__(self, store: TCPStore, prefix: str) -> None:
@@ -46,14 +52,19 @@ class SharedStore:
         self._prefix = prefix
 
     @classmethod
-    def connect(cls, *, host_it: bool = False) -> SharedStore:
-        """Connect to the store that torchrun names in the environment; ``host_it`` where nobody keeps it yet."""
+    def connect(cls, rank: int, size: int) -> SharedStore:
+        """Connect to the store that the environment names, which rank 0 keeps unless torchrun does, and join a round.
+
+        TimeoutError when rank 0 does not come.
+        """
         kept_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(
-            address, port, is_master=host_it and not kept_by_agent, timeout=_TIMEOUT, wait_for_workers=False
-        )
-        return cls(store, f"dspark/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        store = _connect(address, port, keep=rank == 0 and not kept_by_agent)
+        return cls(store, f"dspark/{open_round(_connect(address, port), size) if rank == 0 else join_round(store)}")
+
+    def again(self) -> SharedStore:
+        """Return a second connection to the same keys, for a thread that must not wait for the first one's calls."""
+        return SharedStore(_connect(self._store.host, self._store.port), self._prefix)
 
     @property
     def torch_store(self) -> Store:

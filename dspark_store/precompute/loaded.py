@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from dspark_store.precompute.crew import ControlGroups, open_control_groups
-from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.precompute.settings import PrecomputeConfig, can_hold_tensors, index_of
 from dspark_store.precompute.undo import TargetError
 from dspark_store.precompute.world import World
 from dspark_store.target.groups import ShardGroups, open_shard_groups
@@ -27,16 +27,38 @@ _log = logging.getLogger(__name__)
 
 
 def rank_device(config: PrecomputeConfig, world: World) -> torch.device:
-    """Return where this rank runs the target: of several ranks on a host, each has a CUDA device of its own."""
+    """Return where this rank runs the target: of several ranks on a host, each has a CUDA device of its own.
+
+    That becomes the process's current device before anything is allocated: a CUDA context on another rank's device
+    would take memory there. ValueError when there is no such device, or it is not known which is this rank's.
+    """
     device = config.resolved_device
-    if device.type != "cuda" or device.index is not None or world.size == 1:
+    if device.type != "cuda":
         return device
-    if world.local_rank >= torch.cuda.device_count():
+    if world.size > 1:
+        device = torch.device("cuda", _own_index(index_of(device), world.local_rank))
+    if index_of(device) is not None:
+        torch.cuda.set_device(device)
+    if not can_hold_tensors(device):
+        raise ValueError(f"device '{device}' cannot be used: torch cannot make a tensor on it; see nvidia-smi")
+    return device
+
+
+def _own_index(asked: int | None, local_rank: int | None) -> int:
+    """Return the index of a rank's CUDA device, given the one that was asked for and the rank's number on its host."""
+    if local_rank is None:
+        raise ValueError("LOCAL_RANK is not set, so this rank's CUDA device is not known: start the job with torchrun")
+    if asked is not None and local_rank > 0:
         raise ValueError(
-            f"{world.local_rank + 1} or more processes run on this host, which has {torch.cuda.device_count()} CUDA "
-            "devices: start one a device"
+            f"device 'cuda:{asked}' is one for {local_rank + 1} or more processes on this host: give --device cuda, "
+            "for one a process"
         )
-    return torch.device("cuda", world.local_rank)
+    if not 0 <= local_rank < torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank} on a host of {torch.cuda.device_count()} CUDA devices: start one process a "
+            "device, and let each see all of them"
+        )
+    return local_rank if asked is None else asked
 
 
 @dataclass(slots=True)
@@ -116,7 +138,6 @@ class JobTarget:
             return
         backend = self.config.resolved_backend
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
             backend = f"cpu:gloo,cuda:{backend}"
         dist.init_process_group(
             backend,

@@ -19,7 +19,7 @@ from dspark_store.sources.report import Reporting, SourceReport
 from dspark_store.sources.source import Sample, Source, SourceError
 from dspark_store.sources.specs import SourceContext, parse_source, read_words
 from dspark_store.sources.template import apply_chat_template_option
-from dspark_store.target.load import load_tokenizer
+from dspark_store.target.load import load_target_config, load_tokenizer, text_config
 from dspark_store.target.source import TargetSource
 
 FIRST_SAMPLES = 3
@@ -65,8 +65,10 @@ def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> None:
 
     """
     out = out or sys.stdout
-    tokenizer = load_tokenizer(TargetSource(given.model, given.trust_remote_code))
-    source = build_source(parse_source(read_words(given.data)), _context(given, tokenizer))
+    target = TargetSource(given.model, given.trust_remote_code)
+    tokenizer = load_tokenizer(target)
+    context = _context(given, tokenizer, _vocab_size(target, tokenizer))
+    source = build_source(parse_source(read_words(given.data)), context)
     if given.report:
         _print_report(source, out)
         _refuse(source, 0.0 if given.on_bad_row == "error" else given.max_refused)
@@ -74,11 +76,20 @@ def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> None:
     for record in given.rows if given.rows is not None else range(min(FIRST_SAMPLES, len(source))):
         if not 0 <= record < len(source):
             raise SourceError(f"row {record} is not there; there are {len(source):,} rows, counted from 0")
-        place = f" ({source.where(record)})" if isinstance(source, Reporting) else ""
-        _print_sample(f"row {record}{place}", source.sample(record), tokenizer, out)
+        place = ", ".join(_places(source, record))
+        title = f"row {record} ({place})" if place else f"row {record}"
+        _print_sample(title, source.sample(record), tokenizer, out)
 
 
-def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> SourceContext:
+def _vocab_size(target: TargetSource, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many ids the target knows, which a precompute goes by, or those of a tokenizer without a target."""
+    try:
+        return int(text_config(load_target_config(target)).vocab_size)
+    except ValueError:
+        return len(tokenizer)
+
+
+def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SourceContext:
     def with_template() -> PreTrainedTokenizerBase:
         apply_chat_template_option(tokenizer, given.chat_template)
         return tokenizer
@@ -86,7 +97,7 @@ def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> S
     return SourceContext(
         seq_length=given.seq_length,
         load_tokenizer=with_template,
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
         split=given.split,
         shuffle_seed=given.shuffle_seed,
         max_samples=given.max_samples,
@@ -113,17 +124,34 @@ def _print_sample(title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase
     print("\n", file=out)
 
 
+def _places(source: Source, record: int) -> list[str]:
+    """Return the parts of blends that a record is of, the outermost first, and its place there, if that is known."""
+    if isinstance(source, Blend):
+        number, own = source.part_of(record)
+        part = source.parts[number]
+        return [f"part {part.name}", *_places(part.source, own)]
+    return [source.where(record)] if isinstance(source, Reporting) else []
+
+
 def _print_report(source: Source, out: TextIO) -> None:
-    samples = tokens = passed = 0
+    counts = np.zeros((len(source.origins()), 3), np.int64)
+    passed = 0
     with Progress("tokenise", len(source), "rows") as progress:
         for sample in source.read():
-            samples, tokens = samples + 1, tokens + len(sample.input_ids)
+            counts[sample.origin] += (1, len(sample.input_ids), int(sample.loss_mask.sum()))
             record = source.record_of(sample.cursor)
             if record - passed >= _ROWS_A_STEP:
                 progress.advance(record - passed)
                 passed = record
         progress.advance(len(source) - passed)
-    print(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens", file=out)
+    samples, tokens, supervised = counts.sum(axis=0).tolist()
+    print(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens, {supervised:,} supervised", file=out)
+    if isinstance(source, Blend):
+        for name, (samples, tokens, supervised) in zip(source.origins(), counts.tolist(), strict=True):
+            print(f"part {name}: {samples:,} samples, {tokens:,} tokens, {supervised:,} supervised", file=out)
+        for share in source.shares():
+            if share.repeated or share.left_out:
+                print(f"{share}, {share.left_out:,} left out", file=out)
     for name, report in source_reports(source):
         print("", *([f"part {name}"] if name else []), *report.lines(), sep="\n", file=out)
 

@@ -13,7 +13,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import Volume, estimate_lines
-from dspark_store.precompute.fill import fill_store
+from dspark_store.precompute.fill import fill_store, tell_refusals
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.progress import Progress
@@ -47,7 +47,7 @@ def _lead(config: PrecomputeConfig, world: World) -> int:
     storage = LocalStorage(config.output_dir)
     recorded = existing_record(storage, resume=config.resume)
     job = plan_job(config)
-    shape = plan_target(config, world.size)
+    shape = plan_target(config, world.size, job.target)
     if recorded is not None:
         check_identity(recorded, job)
         if recorded.complete:
@@ -76,7 +76,8 @@ def _follow(config: PrecomputeConfig, world: World) -> int:
     with target.groups_open():
         if todo == "smoke":
             scope = world.scoped("smoke")
-            fill_store(scope, None, LocalStorage(str(scope.receive("place"))), target)
+            fill_store(scope, None, LocalStorage(str(scope.receive("place"))), target, smoke=True)
+            scope.keys.add("tried", 1)
         fill_store(world.scoped("store"), None, LocalStorage(config.output_dir), target)
     return 0
 
@@ -84,14 +85,17 @@ def _follow(config: PrecomputeConfig, world: World) -> int:
 def _smoke(job: Job, world: World, target: JobTarget) -> None:
     """Write the first samples end to end into a temporary store beside the real one, and check it."""
     config = replace(job.config, max_samples=min(job.config.smoke, job.config.max_samples or job.config.smoke), smoke=0)
+    config = replace(config, max_refused=1.0)  # a share of so few rows says nothing about all of them
     parent = Path(config.output_dir).absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=".smoke-", dir=parent))
     scope = world.scoped("smoke")
     try:
-        small = plan_job(replace(config, output_dir=str(place), resume=False))
+        small = plan_job(replace(config, output_dir=str(place), resume=False), job.target)
         scope.share("place", lambda: str(place))
-        fill_store(scope, small, LocalStorage(place), target)
+        fill_store(scope, small, LocalStorage(place), target, smoke=True)
+        others = world.size - 1  # a rank that comes late is tried out too, and must find the store
+        world.wait_for(lambda: scope.keys.add("tried", 0) == others or None)
         cache = open_cache(place, allow_reduced_depth=True)
         problems = verify_store(cache)
         if problems:
@@ -124,6 +128,7 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
                 lengths.append(len(sample.input_ids))
                 supervised.append(int(sample.loss_mask.sum()))
                 progress.reach(job.source.record_of(sample.cursor), lambda: "")
+        tell_refusals(job.source)
         volume = Volume.of(schema, lengths, supervised)
     rate = job.config.tokens_per_second or _recorded_rate(recorded)
     for line in estimate_lines(schema, job.new_record.last_layer, volume, storage.free_bytes(), rate):

@@ -15,14 +15,15 @@ from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
 from dspark_store.sources.specs import SpecValue, parse_source
+from dspark_store.target.load import COMPUTE_DTYPES
+from dspark_store.target.parallel import REDUCE_DTYPES
 
-_COMPUTE_DTYPES = ("auto", "bf16", "fp16", "fp32")
 _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _BAD_ROWS = ("error", "skip")
 _OVER_LONG = ("truncate", "drop", "split")
 _SIDES = ("right", "left")
-_REDUCE_DTYPES = ("compute", "fp32", "gather")
+_BACKENDS = ("gloo", "nccl")
 _AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
 _AT_LEAST_ONE = (
     *("batch_size", "shard_size", "seq_length", "draft_num_hidden_layers", "target_num_hidden_layers"),
@@ -55,7 +56,24 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _holds_tensors(device: torch.device) -> bool:
+def index_of(device: torch.device) -> int | None:
+    """Return a device's index, None where it names just the kind of device."""
+    return cast("int | None", device.index)  # torch's stubs know no None
+
+
+def _check_cuda(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError(f"device '{device}' is not there: torch sees no CUDA device; use --device cpu")
+    count = torch.cuda.device_count()
+    index = index_of(device)
+    if index is not None and index >= count:
+        raise ValueError(
+            f"device '{device}' is not there: torch sees {count} CUDA devices; use --device cuda:{count - 1} or less"
+        )
+
+
+def can_hold_tensors(device: torch.device) -> bool:
+    """Make a tensor on a device, whose CUDA context this begins; tell whether that can be done."""
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
@@ -104,7 +122,7 @@ class PrecomputeConfig:
     target_attn_implementation: str | None = _setting("attention of the target: eager, sdpa, ...", None)
     log_level: str = _setting("least level of log messages", "INFO", choices=_LOG_LEVELS)
     compute_dtype: str = _setting(
-        "dtype that the target computes in; auto is bf16 on CUDA, else fp32", "auto", choices=_COMPUTE_DTYPES
+        "dtype that the target computes in; auto is bf16 on CUDA, else fp32", "auto", choices=("auto", *COMPUTE_DTYPES)
     )
     codec: str = _setting("how states are compressed", "default", choices=CODEC_PRESETS)
     chunk_tokens: int = _setting("tokens a chunk; 0 chooses by hidden size and codec", 0)
@@ -124,7 +142,7 @@ class PrecomputeConfig:
     reduce_dtype: str = _setting(
         "how tensor parallelism adds: partial sums in the compute dtype or in fp32; gather adds as one device does",
         "compute",
-        choices=_REDUCE_DTYPES,
+        choices=REDUCE_DTYPES,
     )
     device_map: str | None = _setting(
         "auto spreads the target over the devices and memory of one process", None, choices=("auto",)
@@ -132,7 +150,7 @@ class PrecomputeConfig:
     target_num_hidden_layers: int | None = _setting(
         "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N"
     )
-    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", metavar="BACKEND")
+    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS)
     timeout_minutes: float = _setting("minutes after which a collective operation that hangs ends the job", 30.0)
     lease_seconds: float = _setting("seconds after which a worker without progress loses the shard it took", 600.0)
     take_over: bool = _setting("write to a store that another living job has locked", False)
@@ -155,7 +173,7 @@ class PrecomputeConfig:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
         for setting in fields(self):
             choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
-            if choices and value is not None and value not in choices:
+            if choices and value not in (setting.default, *choices):
                 raise ValueError(f"{flag(setting.name)} must be one of {', '.join(choices)}, got {value!r}")
         if self.device_map is not None:
             self._refuse_axes_beside_device_map()
@@ -172,7 +190,7 @@ class PrecomputeConfig:
 
     def _refuse_axes_beside_device_map(self) -> None:
         for name in _AXES:
-            if getattr(self, name) != 1:
+            if getattr(self, name) > 1:  # an fsdp_size of 0 shares nothing where there is one process
                 raise ValueError(
                     f"device-map {self.device_map} places the target in one process, but {flag(name)} is "
                     f"{getattr(self, name)}: give one of the two"
@@ -180,15 +198,18 @@ class PrecomputeConfig:
 
     @property
     def resolved_device(self) -> torch.device:
-        """The device to run on; ValueError when there is none of that name."""
+        """The device to run on; ValueError when there is none of that name.
+
+        Nothing is allocated on a CUDA device, which may be another rank's: see ``rank_device``.
+        """
         name = self.device or _default_device()
         try:
             device = torch.device(name)
         except RuntimeError as error:
             raise ValueError(f"device {name!r} is unknown: expected cpu, cuda or cuda:N") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {name!r} is not there: torch sees no CUDA device; use --device cpu")
-        if not _holds_tensors(device):
+        if device.type == "cuda":
+            _check_cuda(device)
+        elif not can_hold_tensors(device):
             raise ValueError(f"device {name!r} is not there: torch cannot make a tensor on it; use --device cpu")
         return device
 

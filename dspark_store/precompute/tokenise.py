@@ -8,7 +8,7 @@ from itertools import islice
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import Storage
 from dspark_store.precompute.progress import Progress
-from dspark_store.sources.source import Sample, Source, SourceError
+from dspark_store.sources.source import Resuming, Sample, Source, SourceError
 from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import TokenRows, token_ledger, write_token_shard
 
@@ -27,14 +27,14 @@ def tokenise(
     committed = set(ledger.committed())
     last = max(committed, default=-1)
     with Progress("tokenise", len(source), "rows") as progress:
-        shard, cursor, tokens, ended = 0, 0, 0, False
+        shard, cursor, given, tokens, ended = 0, 0, 0, 0, False
         samples: Iterator[Sample] | None = None
         while not ended:
             before = source.record_of(cursor)
             if shard in committed:
                 count, cursor, samples = int(ledger.row(shard)[2, 1]), int(ledger.row(shard)[2, 0]), None
             else:
-                samples = source.read(cursor) if samples is None else samples
+                samples = _read_on(source, cursor, given) if samples is None else samples
                 taken = list(islice(samples, record.schema.shard_size))
                 count = len(taken)
                 if taken:
@@ -48,11 +48,18 @@ def tokenise(
                     "read"
                 )
             progress.advance(source.record_of(cursor) - before, f"{tokens:,} new tokens")
-            shard += count > 0
+            shard, given = shard + (count > 0), given + count
             check()
     if shard == 0:
         raise SourceError("the source has no samples")
     return settle_tokens(storage, record)
+
+
+def _read_on(source: Source, cursor: int, given: int) -> Iterator[Sample]:
+    """Return the samples from a cursor on, before which the source has given so many."""
+    if isinstance(source, Resuming):
+        source.resume(cursor, given)
+    return source.read(cursor)
 
 
 def _rows(samples: Sequence[Sample]) -> TokenRows:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY, has_store
-from dspark_store.format.schema import COLUMNS
+from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, SHARD_SOURCES, object_key
 from dspark_store.format.storage import LocalStorage
 from dspark_store.sources.source import SourceError
-from dspark_store.writers.tokens import token_ledger
+from dspark_store.writers.lock import LostLockError, check_lock
+from dspark_store.writers.states import state_ledger
+from dspark_store.writers.tokens import sources_key, token_ledger
 
+_MAY_PASS = (OSError, MemoryError, RuntimeError)  # torch's out of memory and broken connections are of the last
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ImportError)
 OWN_FOLDERS = ("ledger", *COLUMNS, "index", "target")
 """Folders at the top of a store, in the order in which they are removed: without its ledger a store is empty."""
 
@@ -45,11 +53,12 @@ def new_folders_undone(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_store_undone(storage: LocalStorage) -> Iterator[None]:
+def new_store_undone(storage: LocalStorage, holder: str) -> Iterator[None]:
     """Remove a store that the block has begun when it fails and leaves nothing to go on with.
 
-    So it is before the first shard of tokens is committed; and when a row of the data or the target cannot be used,
-    because a mended one is another, for which the store would be refused. The caller holds the store's lock.
+    So it is before the first shard of tokens is committed; and when a row of the data or the target is refused, because
+    a mended one is another, for which the store would be refused. ``holder`` is the caller, whose lock the store has:
+    once it is another's, all that is there is too.
     """
     if has_store(storage):
         yield
@@ -57,9 +66,75 @@ def new_store_undone(storage: LocalStorage) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SourceError | TargetError) or not token_ledger(storage).committed():
+        if _holds(storage, holder) and (_would_come_again(error) or not token_ledger(storage).committed()):
             _remove_store(storage)
         raise
+
+
+def _holds(storage: LocalStorage, holder: str) -> bool:
+    try:
+        check_lock(storage, holder)
+    except (LostLockError, OSError):  # a disk that does not tell whose the store is gets the benefit of the doubt
+        return False
+    return True
+
+
+def _would_come_again(error: BaseException) -> bool:
+    """Tell whether an error refuses the data or the target, and so would meet the same run another time.
+
+    It is raised for whatever stood in the way, so what it was raised from decides: want of memory, of the disk, of a
+    network or of a peer may pass. Libraries that load a target have classes of their own for these; there only what is
+    known to be a refusal is one.
+    """
+    if not isinstance(error, SourceError | TargetError):
+        return False
+    causes: list[BaseException] = []
+    cause = error.__cause__
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__
+    if any(isinstance(cause, _MAY_PASS) and not isinstance(cause, RecursionError) for cause in causes):
+        return False
+    return isinstance(error, SourceError) or all(isinstance(cause, _REFUSALS) for cause in causes)
+
+
+def retract_broken(storage: LocalStorage, record: StoreRecord) -> list[str]:
+    """Take back the commits of shards whose objects are missing, or of another size than was committed.
+
+    So are those that a job made too late, when another one had pushed it aside and swept what it had not yet committed.
+    Tokens are looked at while there is a source to make them from again, which is until they are settled; then states.
+    Only the holder of the store's lock may call it. Returns what is wrong with each of the shards.
+    """
+    tokens = record.phase == "tokens"
+    ledger = token_ledger(storage) if tokens else state_ledger(storage, record.schema)
+    columns = (IDS, MASK, SHARD_SOURCES) if tokens else (LAYERS, LAST)
+    sizes = {f"{column}/{name}": size for column in columns for name, size in _sizes(storage.path(column)).items()}
+    broken: list[str] = []
+    for shard in ledger.committed():
+        for key, size in _committed_sizes(record, shard, ledger.row(shard)).items():
+            found = sizes.get(key)
+            if found is None or size not in (None, found):
+                ledger.retract(shard)
+                broken.append(f"shard {shard} ({key} {'is missing' if found is None else f'has {found} bytes'})")
+                break
+    return broken
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    try:
+        with os.scandir(directory) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+    except FileNotFoundError:
+        return {}
+
+
+def _committed_sizes(record: StoreRecord, shard: int, row: np.ndarray) -> dict[str, int | None]:
+    """Return the bytes of each object of a shard by its ledger row; None for one whose size the row does not hold."""
+    schema = record.schema
+    if record.phase != "tokens":
+        return {item.key(shard): int(nbytes) for item, (nbytes, _) in zip(schema.state_objects, row, strict=True)}
+    sizes: dict[str, int | None] = {object_key(IDS, shard): int(row[0, 0]), object_key(MASK, shard): int(row[1, 0])}
+    return {**sizes, sources_key(shard): None} if schema.sources else sizes
 
 
 def _remove_store(storage: LocalStorage) -> None:

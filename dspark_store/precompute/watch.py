@@ -67,6 +67,7 @@ class Watch:
         self._size = size
         self._keys = keys
         self._reason: StoppedError | None = None
+        self._last_word = ""
         self._deadline = float("inf")
         self._stopping = threading.Lock()
         self._finished, self._look, self._looked = threading.Event(), threading.Event(), threading.Event()
@@ -94,7 +95,8 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._keys is not None and error is not None:
-            self.stop(" ".join(str(error).split()) or type(error).__name__)  # a thread sees to it that the process ends
+            own = isinstance(error, Exception) and not isinstance(error, StoppedError)
+            self.stop(_text(error), last_word="error" if own else "stopped")  # a thread sees that the process ends
             return
         if self._keys is not None:
             with contextlib.suppress(RuntimeError):
@@ -145,14 +147,19 @@ class Watch:
                     return
                 time.sleep(0.05)
 
-    def stop(self, message: str, exit_code: int = FAILED, grace: float | None = None) -> None:
+    def stop(
+        self, message: str, exit_code: int = FAILED, grace: float | None = None, *, last_word: str = "stopped"
+    ) -> None:
         """Give this rank a reason to stop, and ``grace`` seconds to do so: as many as a failure is given, if None.
 
-        Only the first reason counts.
+        Only the first reason counts. It is printed behind ``last_word`` where the process must be ended the hard way,
+        as the command prints it where it ends in good order.
         """
         with self._stopping:
             if self._reason is None:
                 self._deadline = time.monotonic() + (_FAILURE_SECONDS if grace is None else grace)
+                rank = f"rank {self._rank}: " if self._size > 1 else ""
+                self._last_word = f"{last_word}: {rank}{message}"
                 self._reason = StoppedError(message, exit_code)
 
     def before_leaving(self, act: Callable[[], None]) -> None:
@@ -237,16 +244,21 @@ class Watch:
 
     def _leave_now(self) -> None:
         """End the process. The message and the last acts may hang, on a full pipe or a dead disk, and get a moment."""
-        reason = self._reason or StoppedError("stopped", FAILED)
-        acts = threading.Thread(target=self._act_at_last, args=(reason,), daemon=True)
+        acts = threading.Thread(target=self._act_at_last, daemon=True)
         acts.start()
         acts.join(_LAST_ACTS_SECONDS)
-        os._exit(reason.exit_code)
+        os._exit(FAILED if self._reason is None else self._reason.exit_code)
 
-    def _act_at_last(self, reason: StoppedError) -> None:
-        for act in (lambda: print(f"error: {reason}", file=sys.stderr, flush=True), *self._last_acts):
+    def _act_at_last(self) -> None:
+        for act in (lambda: print(self._last_word, file=sys.stderr, flush=True), *self._last_acts):
             with contextlib.suppress(Exception):  # there is nobody left to tell, and the next act is due
                 act()
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _is_deaf(keys: KeyValue, peer: _Peer) -> bool:

@@ -17,19 +17,22 @@ from dspark_store.precompute.watch import FAILED, StoppedError, Watch
 _LEAVING_SECONDS = 600.0
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.2
 _SETTLE_SECONDS = 0.3
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+"""What torchrun, Open MPI and Slurm's srun call the number of a process on its host; srun may start the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """The ranks of a job. Rank 0 holds the store's lock, makes the tokens and publishes; every rank captures.
 
-    ``keys`` is what they share, ``watch`` what tells them that one of them has failed, ``rendezvous`` the store with
-    which process groups are made, None for a job of one process.
+    ``local_rank`` is its number among those of its host, None where nothing says so. ``keys`` is what they share,
+    ``watch`` what tells them that one of them has failed, ``rendezvous`` the store with which process groups are made,
+    None for a job of one process.
     """
 
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
     keys: KeyValue
     watch: Watch
     rendezvous: SharedStore | None = None
@@ -58,6 +61,26 @@ class World:
             pause = min(2 * pause, _POLL_SECONDS)
         return answer
 
+    @contextmanager
+    def failure_told(self) -> Iterator[None]:
+        """Let an error that leaves the block end the job on every rank.
+
+        Rank 0 stays in the block until the others have heard of it, so that they go on for no longer than they must
+        while what is around the block is undone. Raises StoppedError in place of an error that another rank's failure
+        came before, and so may have caused.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.size == 1:
+                raise
+            why = _cause(error, self.watch)
+            if self.leads:
+                self.watch.let_others_hear()
+            if why is error:
+                raise
+            raise why from error
+
     def scoped(self, scope: str) -> World:
         """Return the same world with keys of its own."""
         return World(self.rank, self.size, self.local_rank, ScopedKeys(self.keys, scope), self.watch, self.rendezvous)
@@ -83,24 +106,17 @@ def join_world() -> Iterator[World]:
     if not 0 <= rank < size:
         raise ValueError(f"the environment's RANK is {rank}, expected 0 to {size - 1}: start the job with torchrun")
     _whole("MASTER_PORT", 0)
-    store = SharedStore.connect(host_it=rank == 0)
-    with Watch(rank, size, SharedStore.connect()) as watch:
-        world = World(rank, size, _whole("LOCAL_RANK", 0), store, watch, store)
-        try:
+    store = SharedStore.connect(rank, size)
+    with Watch(rank, size, store.again()) as watch:
+        world = World(rank, size, _local_rank(), store, watch, store)
+        with world.failure_told():
             yield world
             _leave_together(world)
-        except BaseException as error:
-            why = _cause(error, watch)
-            if world.leads:
-                watch.let_others_hear()
-            if why is error:
-                raise
-            raise why from error
 
 
 def _cause(error: BaseException, watch: Watch) -> BaseException:
     """Tell the other ranks of an error; return it, or what has ended the job before and so may have caused it."""
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
         time.sleep(_SETTLE_SECONDS)  # a peer whose connection broke is seen to be gone only a moment later
     cause = watch.fail(one_line(error))
     if not isinstance(error, Exception):
@@ -114,6 +130,8 @@ def _cause(error: BaseException, watch: Watch) -> BaseException:
 
 def one_line(error: BaseException) -> str:
     """Return an error's message in one line; the name of its kind where it has none, or is nobody's mistake."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     text = " ".join(str(error).split())
     foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError)
     return text if foreseen and text else f"{type(error).__name__}: {text or 'no reason given'}"
@@ -135,6 +153,11 @@ def _leave_together(world: World) -> None:
             world.wait_for(lambda: world.keys.add("leaving", 0) == others or None)
     else:
         world.keys.add("leaving", 1)
+
+
+def _local_rank() -> int | None:
+    known = [name for name in _LOCAL_RANKS if name in os.environ]
+    return _whole(known[0], 0) if known else None
 
 
 def _whole(name: str, default: int) -> int:

@@ -170,11 +170,14 @@ class Blend:
 
     def sample(self, record: int) -> Sample:
         """Return the first sample of the record of a step; IndexError when there is no such step."""
+        part, own = self.part_of(record)
+        return self._of_blend(self._parts[part].source.sample(own), part, (record + 1) << _PIECE_BITS)
+
+    def part_of(self, record: int) -> tuple[int, int]:
+        """Return the part that a step takes from, and the record it takes; IndexError when there is no such step."""
         if not 0 <= record < len(self):
             raise IndexError(f"record {record} is outside the blend's {len(self)} records")
-        part = int(self._sequence[record])
-        sample = self._parts[part].source.sample(int(self._records[record]))
-        return self._of_blend(sample, part, (record + 1) << _PIECE_BITS)
+        return int(self._sequence[record]), int(self._records[record])
 
     @cached_property
     def _records(self) -> NDArray[np.int64]:

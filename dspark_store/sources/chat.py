@@ -95,6 +95,8 @@ class ChatSource:
         self._num_workers = num_workers
         self._on_bad_row = on_bad_row
         self._max_refused = max_refused
+        self._refused_before = 0
+        self._gives_each_row = over_long == "truncate" and min_supervised == 0  # all rows but the refused ones
         self._parts = _PARTS if over_long == "split" else 1
         self._report = SourceReport()
         self._identity: dict[str, JsonValue] = {
@@ -148,6 +150,11 @@ class ChatSource:
             raise ValueError(f"cursor is {cursor}; expected 0 to {len(self) * self._parts}")
         return self._read(*divmod(cursor, self._parts))
 
+    def resume(self, cursor: int, samples: int) -> None:
+        """Count the rows before a cursor that gave no sample as refused, given how many samples there were."""
+        if self._gives_each_row:
+            self._refused_before = max(0, self.record_of(cursor) - samples)
+
     def record_of(self, cursor: int) -> int:
         """Return how many rows are passed at a cursor."""
         return cursor // self._parts
@@ -168,8 +175,8 @@ class ChatSource:
         return next(self._samples(record, encoded, 0))
 
     def _read(self, first: int, part: int) -> Iterator[Sample]:
-        allowed = self._max_refused * (len(self) - first)
-        refused = 0
+        allowed = self._max_refused * len(self)
+        refused = self._refused_before if first else 0
         for record, encoded in enumerate(self._encoded(first), first):
             if encoded.error is not None:
                 self._refuse(record, encoded.error)
@@ -177,7 +184,7 @@ class ChatSource:
                 if refused > allowed:
                     raise SourceError(
                         f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
-                        f"max_refused ({self._max_refused:.2%} of {len(self) - first:,} rows)"
+                        f"max_refused ({self._max_refused:.2%} of {len(self):,} rows)"
                     )
             self._count(record, encoded)
             yield from self._samples(record, encoded, part if record == first else 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,15 @@ class Sample:
     loss_mask: NDArray[np.uint8]
     cursor: int
     origin: int = 0
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """A source that wants to know what was read of it before, by a job that ended early."""
+
+    def resume(self, cursor: int, samples: int) -> None:
+        """Take note that reading up to a cursor gave so many samples; `read` goes on from there."""
+        ...
 
 
 class Source(Protocol):

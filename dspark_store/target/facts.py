@@ -86,10 +86,12 @@ def rebuild_config(fields: dict[str, JsonValue]) -> PretrainedConfig:
     return config
 
 
-def model_without_weights(config: PretrainedConfig) -> PreTrainedModel:
+def model_without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build the causal language model of `config` on the meta device, where tensors have shapes and no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # untyped in transformers
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
+            config, trust_remote_code=trust_remote_code
+        )
     return cast(PreTrainedModel, model)
 
 

@@ -1,6 +1,5 @@
 """Loading the target through transformers: configuration, tokenizer, weights."""
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
@@ -21,12 +20,14 @@ from transformers import (
 )
 
 from dspark_store.target.depth import cut_target_config
+from dspark_store.target.placement import has_accelerate, require_accelerate
 from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
 
 logger = logging.getLogger(__name__)
 
 _REFUSED_MODEL_TYPES = frozenset({"minimax_m3_vl"})
-_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What a target may compute in, by the names that settings have for it."""
 _ROPE_DIM = "qk_rope_head_dim"
 _ROPE_DIM_OVERWRITTEN = frozenset({"glm_moe_dsa"})
 _NAMES_SHOWN = 5
@@ -104,9 +105,9 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in _COMPUTE_DTYPES:
-        raise ValueError(f"compute dtype {name!r} is unknown: expected one of auto, {', '.join(_COMPUTE_DTYPES)}")
-    return _COMPUTE_DTYPES[name]
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(f"compute dtype {name!r} is unknown: expected one of auto, {', '.join(COMPUTE_DTYPES)}")
+    return COMPUTE_DTYPES[name]
 
 
 def load_target(
@@ -204,7 +205,7 @@ def _gguf_unpacked(location: Location) -> dict[str, Any]:
 
 def _placement(device: torch.device) -> dict[str, Any]:
     """Load straight onto an accelerator where accelerate is installed, else by way of host memory."""
-    if device.type == "cpu" or importlib.util.find_spec("accelerate") is None:
+    if device.type == "cpu" or not has_accelerate():
         return {}
     return {"device_map": {"": device}}
 
@@ -212,10 +213,7 @@ def _placement(device: torch.device) -> dict[str, Any]:
 def _mapped(
     device_map: str, max_memory: Mapping[int | str, int | str] | None, offload_folder: str | PathLike[str] | None
 ) -> dict[str, Any]:
-    if importlib.util.find_spec("accelerate") is None:
-        raise ImportError(
-            f"device_map {device_map!r} needs accelerate, not installed: pip install 'dspark-store[accelerate]'"
-        )
+    require_accelerate(f"device_map {device_map!r}")
     folder = {} if offload_folder is None else {"offload_folder": str(offload_folder)}
     return {"device_map": device_map, "max_memory": max_memory and dict(max_memory), **folder}
 

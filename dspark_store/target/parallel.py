@@ -11,6 +11,8 @@ from typing import Literal, get_args
 from transformers import PretrainedConfig
 
 type ReduceDtype = Literal["compute", "fp32", "gather"]
+REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype.__value__)
+"""The values of `ReduceDtype`."""
 
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -55,17 +57,21 @@ class ParallelPlan:
         for name, degree in (("world_size", self.world_size), *self._degrees()):
             if degree < 1:
                 raise ValueError(f"{name}={degree} is not a degree of parallelism: expected an integer of at least 1")
-        choices = get_args(ReduceDtype.__value__)
-        if self.reduce_dtype not in choices:
-            raise ValueError(f"reduce_dtype={self.reduce_dtype!r} is unknown: expected one of {', '.join(choices)}")
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} is unknown: expected one of {', '.join(REDUCE_DTYPES)}"
+            )
         axes = frozenset(self.sharded_axes)
         if len(axes) > 1 and axes not in _COMBINATIONS:
             raise ValueError(
                 f"{self._shown()} cannot be combined: expected one axis above 1, or fsdp with tp or with ep"
             )
         if self.world_size % self.replica_size:
+            size, fewer = self.replica_size, self.world_size - self.world_size % self.replica_size
             raise ValueError(
-                f"{self._shown()} needs a multiple of {self.replica_size} processes: there are {self.world_size}"
+                f"{self._shown()} needs a multiple of {size} processes: there are {self.world_size}; start "
+                f"{f'{fewer} or ' if fewer else ''}{fewer + size}, or give sizes whose product divides "
+                f"{self.world_size}"
             )
 
     @property
@@ -141,10 +147,10 @@ class ParallelPlan:
         start = stage * size + min(stage, more)
         return range(start, start + size + (stage < more))
 
-    def check(self, config: PretrainedConfig, *, num_layers: int | None = None, gguf: bool = False) -> None:
+    def check(self, config: PretrainedConfig, *, gguf: bool = False) -> None:
         """Refuse what cannot work for the target of the text configuration `config`, before any weight is loaded.
 
-        `num_layers` is the depth that is kept, None for all layers; `gguf` says that the weights are a GGUF file.
+        `gguf` says that the weights are a GGUF file.
 
         Raises ValueError naming the axis.
         """
@@ -156,9 +162,8 @@ class ParallelPlan:
             self._check_tensor_parallel(config)
         if self.ep > 1:
             self._check_expert_parallel(config)
-        depth = num_layers if num_layers is not None else config.num_hidden_layers
         if self.pp > 1:
-            self._check_pipeline(config, depth)
+            self._check_pipeline(config)
 
     def _check_tensor_parallel(self, config: PretrainedConfig) -> None:
         plan = _named_plan(config, "base_model_tp_plan")
@@ -198,7 +203,8 @@ class ParallelPlan:
                     f"ep={self.ep} does not divide the target's {name}={count}: give an ep that does, or use fsdp"
                 )
 
-    def _check_pipeline(self, config: PretrainedConfig, depth: int) -> None:
+    def _check_pipeline(self, config: PretrainedConfig) -> None:
+        depth = config.num_hidden_layers
         if self.pp > depth:
             raise ValueError(f"pp={self.pp} is more than the target's {depth} layers: give at most {depth}")
         if config.model_type in _SHARING_LAYERS or getattr(config, "num_kv_shared_layers", None):

@@ -5,7 +5,6 @@ stages taken out), and then filled: for a sharded parameter the loader reads onl
 after whatever renaming and merging the model asks for, and it makes buffers that no checkpoint holds anew.
 """
 
-import importlib.util
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, cast
@@ -14,10 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_store.target.conversions import Conversions, slice_again, unshard_wrongly_sliced
+from dspark_store.target.facts import model_without_weights
 from dspark_store.target.load import refuse_unloaded_weights
+from dspark_store.target.placement import require_accelerate
 from dspark_store.target.source import TargetSource, locate, one_line_errors
 
 type Shape = Callable[[PreTrainedModel], None]
@@ -28,11 +29,8 @@ def build_skeleton(source: TargetSource, config: PretrainedConfig) -> PreTrained
 
     Raises ValueError, in one line that names the model, when transformers cannot build it.
     """
-    with one_line_errors(source, "configuration"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
-            deepcopy(config), trust_remote_code=source.trust_remote_code
-        )
-    return cast(PreTrainedModel, model)
+    with one_line_errors(source, "configuration"):
+        return model_without_weights(deepcopy(config), trust_remote_code=source.trust_remote_code)
 
 
 def load_shaped_target(
@@ -115,9 +113,5 @@ def _with_shape(model_class: type[PreTrainedModel], shape: Shape) -> type[PreTra
 def _placement(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {}
-    if importlib.util.find_spec("accelerate") is None:
-        raise ImportError(
-            f"loading a sharded target onto {device} needs accelerate, not installed: "
-            "pip install 'dspark-store[accelerate]'"
-        )
+    require_accelerate(f"loading a sharded target onto {device}")
     return {"device_map": {"": device}}

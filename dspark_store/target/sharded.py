@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
@@ -64,12 +63,6 @@ class ShardedTarget:
         """Wait until the next stage of a pipeline has what this one sent; before the process groups are destroyed."""
         if self._stage is not None:
             self._stage.finish()
-
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters that this rank keeps between forwards, a tied one counted once."""
-        kept = {id(parameter): parameter for parameter in self.model.parameters()}
-        local = (value.to_local() if isinstance(value, DTensor) else value for value in kept.values())
-        return sum(value.nbytes for value in local)
 
 
 def load_sharded_target(

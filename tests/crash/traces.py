@@ -16,6 +16,7 @@ from dspark_store.precompute.watch import Watch
 from dspark_store.target.sharded import ShardedTarget
 from dspark_store.writers.states import StateShardWriter
 from tests.crash.orders import Order, Plant
+from tests.target.sharded_jobs import parameter_bytes
 
 COUNTED_CALLS = ("fsync", "replace", "link", "unlink", "mkdir")
 """The system calls of which every publish consists; each one inside the store is a possible last one."""
@@ -137,7 +138,7 @@ def _trace_captures(tell: Tell) -> None:
 
     def traced_load(self: JobTarget) -> ShardedTarget:
         target = load(self)
-        tell(f"bytes {target.parameter_bytes()}")
+        tell(f"bytes {parameter_bytes(target.model)}")
         return target
 
     ShardCapture.__init__ = traced_begin  # type: ignore[method-assign]

@@ -374,6 +374,24 @@ def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_ca
     assert refused == [staged]
 
 
+def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cache(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def no_memory(*arguments: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", no_memory)
+    monkeypatch.setattr(append_module, "_set_direct", lambda descriptor, *, wanted: asked.append(wanted))
+    data = os.urandom(10_000)
+    writer = storage.create("a")
+    writer.write(data)
+    writer.commit()
+    assert storage.read("a") == data
+    assert asked == []
+
+
 def test_a_full_disk_is_told_by_a_large_object_too(
     storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ def test_without_new_settings_a_job_is_one_replica_a_rank():
 @pytest.mark.parametrize("axis", ["tp-size", "ep-size", "pp-size", "fsdp-size"])
 def test_a_device_map_stands_alone(axis):
     parse("--device-map", "auto").check()
+    parse("--device-map", "auto", "--fsdp-size", "0").check()
     with pytest.raises(ValueError, match=f"device-map auto places the target in one process, but {axis} is 2"):
         parse("--device-map", "auto", f"--{axis}", "2").check()
 
@@ -234,7 +235,6 @@ def test_an_fsdp_size_of_0_shards_where_automodel_does_over_the_ranks_that_are_l
 
 def test_the_backend_follows_the_device(monkeypatch):
     assert parse("--device", "cpu").resolved_backend == "gloo"
-    assert parse("--device", "cpu", "--backend", "mpi").resolved_backend == "mpi"
     with pytest.raises(ValueError, match="backend nccl moves tensors between CUDA devices, and the device is cpu"):
         _ = parse("--device", "cpu", "--backend", "nccl").resolved_backend
     monkeypatch.setattr(PrecomputeConfig, "resolved_device", torch.device("cuda"))
@@ -243,7 +243,7 @@ def test_the_backend_follows_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["dtype", "codec", "compute_dtype", "on_nonfinite", "log_level", "reduce_dtype", "device_map"]
+    "name", ["dtype", "codec", "compute_dtype", "on_nonfinite", "log_level", "reduce_dtype", "device_map", "backend"]
 )
 def test_a_choice_that_is_none_is_refused_from_a_flag_and_from_a_file(name):
     with pytest.raises(ValueError, match=r"invalid choice: 'bad'.*see --help"):

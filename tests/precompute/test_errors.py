@@ -18,6 +18,7 @@ USER = {"role": "user", "content": "what"}
         (("--shard-size", 7), "shard-size 7 is not a multiple of batch-size 2"),
         (("--batch-size", 0), "batch-size must be >= 1, got 0"),
         (("--codec", "zip"), "argument --codec: invalid choice: 'zip'"),
+        (("--backend", "foo"), "argument --backend: invalid choice: 'foo'"),
         (("--dtype", "fp8"), "argument --dtype: invalid choice: 'fp8'"),
         (("--seq-length", "long"), "argument --seq-length: invalid int value: 'long'"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
@@ -106,6 +107,14 @@ def test_a_zarr_group_of_somebody_else_is_left_alone(job, tmp_path, capsys):
     assert states_of_files(tmp_path) == before
 
 
+@pytest.mark.parametrize("size", ["", "two"])
+def test_a_number_of_ranks_that_is_none_is_one_line(job, capsys, monkeypatch, size):
+    for name, value in {"WORLD_SIZE": size, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    line = refused(job(), capsys, at_once=True)
+    assert line.startswith(f"error: rank 1: the environment's WORLD_SIZE is {size!r}, not a whole number")
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -152,9 +161,11 @@ def test_a_damaged_object_that_is_needed_to_go_on_is_named(job, unfinished, caps
         ds.open_cache(unfinished)
 
 
-@pytest.mark.parametrize("name", ["target_hidden_states/c.1.0.0", "target_last_hidden_states/c.2.0.0"])
-def test_a_committed_object_that_is_gone_is_named_and_the_store_not_completed(job, unfinished, capsys, name):
-    (unfinished / name).unlink()
+@pytest.mark.parametrize("name", ["target_hidden_states/c.1.0.0", "target_hidden_states/c.2.0.1"])
+def test_a_committed_object_whose_end_is_damaged_is_named_and_the_store_not_completed(job, unfinished, capsys, name):
+    content = bytearray((unfinished / name).read_bytes())
+    content[-1] ^= 1
+    (unfinished / name).write_bytes(content)
     assert name in refused(job("--resume", output=unfinished), capsys)
     with pytest.raises(ValueError, match="incomplete"):
         ds.open_cache(unfinished)

@@ -1,6 +1,7 @@
 """What is planned before any weight is loaded: a target cut to its first layers, and what the target can take."""
 
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import dspark_store as ds
 from dspark_store.cli import main as command
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.config import parse_arguments
-from dspark_store.precompute.job import plan_job
+from dspark_store.precompute.job import plan_job, plan_target
 from dspark_store.target import TargetSource, load_target
 from tests.precompute.jobs import arguments, differing_samples, precompute, refused
-from tests.tiny import NUM_LAYERS, VOCAB_SIZE, save_target_dir, tiny_gpt2, tiny_llama
+from tests.tiny import NUM_LAYERS, VOCAB_SIZE, save_target_dir, tiny_gpt2, tiny_llama, tiny_tokenizer
 
+job_module = import_module("dspark_store.precompute.job")
 CUT = ("--target-num-hidden-layers", 2)
 
 
@@ -70,6 +72,32 @@ def test_layer_ids_are_those_of_the_cut_target(job, capsys, no_target):
 def test_positions_that_the_target_has_not_are_refused_before_it_is_loaded(tmp_path, job, capsys, no_target):
     target = save_target_dir(tmp_path / "gpt2", tiny_gpt2(n_positions=64))
     assert "seq-length 65 does not fit a gpt2 target" in refused(job("--seq-length", 65, target=target), capsys)
+
+
+@pytest.mark.parametrize(("added", "pad"), [({}, 0), ({"eos_token": "[EOS]"}, 0), ({"pad_token": "[PAD]"}, 1)])
+def test_the_pad_id_is_one_that_has_a_row_in_the_embedding(tmp_path, job, added, pad):
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens(added)
+    job = job(target=save_target_dir(tmp_path / "target", tiny_llama(vocab_size=rows), tokenizer))
+    assert plan_job(parse_arguments(job)).manifest["pad_token_id"] == pad
+
+
+def test_a_target_whose_tokenizer_has_no_usable_pad_or_end_is_captured(tmp_path, job):
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "eos_token": "[EOS]"})
+    target = save_target_dir(tmp_path / "target", tiny_llama(vocab_size=rows), tokenizer)
+    assert main(job("--max-samples", 3, target=target)) == 0
+    assert ds.open_cache(tmp_path / "out" / "store").manifest["pad_token_id"] == 0
+
+
+def test_a_description_of_the_target_is_read_once(job, monkeypatch):
+    config = parse_arguments(job(*CUT))
+    planned = plan_job(config)
+    monkeypatch.setattr(job_module, "load_target_config", None)
+    assert plan_target(config, 1, planned.target).num_layers == 2
+    assert plan_job(config, planned.target).manifest == planned.manifest
 
 
 def test_a_tokenizer_of_another_target_gives_a_warning(tmp_path, job, caplog):

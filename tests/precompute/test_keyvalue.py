@@ -127,10 +127,13 @@ def test_groups_are_made_in_a_part_of_their_own(connect):
     assert keys.get("group/a") == "x"
 
 
-def test_the_environment_of_torchrun_names_the_store(stores, monkeypatch):
+def test_ranks_that_torchrun_starts_again_share_a_store_and_none_of_the_old_keys(stores, monkeypatch):
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[0].port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in settings.items():
+    for name, value in {**settings, "TORCHELASTIC_RESTART_COUNT": "0"}.items():
         monkeypatch.setenv(name, value)
-    SharedStore.connect(host_it=True).set("of this attempt", "x")
-    assert SharedStore(stores[0], "dspark/0").get("of this attempt") == "x"
-    assert SharedStore(stores[0], "dspark/1").get("of this attempt") is None
+    for _ in range(2):
+        leader, follower = SharedStore.connect(0, 2), SharedStore.connect(1, 2)
+        assert (leader.get("failure"), follower.add("next", 0)) == (None, 0)
+        leader.set("failure", "x")
+        leader.add("next", 3)
+        assert (follower.again().get("failure"), follower.add("next", 0)) == ("x", 3)

@@ -2,16 +2,22 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.crash.orders import Plant
+from dspark_store.format.storage import LocalStorage
+from dspark_store.writers.lock import LOCK_KEY
+from dspark_store.writers.process import ProcessName
+from tests.crash.orders import Plant, Strike
 from tests.precompute.jobs import arguments, states_of_files
 from tests.precompute.rank_jobs import BATCHES, RankJobs, assert_same_store
 
+PREEMPTION_SECONDS = 10
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -35,6 +41,24 @@ def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):
     assert ["taken over by another job" in log for log in outcome.logs] == [True, True], outcome.log
     assert outcome.seconds_after(third.ends.started) < third.seconds
     jobs.assert_equals_whole(store)
+
+
+def test_a_take_over_that_is_told_to_end_while_it_waits_leaves_no_lock(jobs, tmp_path):
+    store = tmp_path / "store"
+    former = replace(ProcessName.own(), host="elsewhere").to_json()
+    LocalStorage(store).put(LOCK_KEY, former.encode())
+    outcome = jobs.start(store, "--take-over", strike=Strike(event="plan", number=signal.SIGTERM)).wait()
+    assert outcome.exit_code == 143, outcome.log
+    assert outcome.seconds_after(outcome.ends.struck) < PREEMPTION_SECONDS
+    assert outcome.log.endswith("stopped: terminated: what is committed stays; go on with --resume\n")
+    assert list(store.iterdir()) == []
+
+
+def test_a_rank_that_comes_late_finds_the_smoke_test(jobs, tmp_path):
+    late = Plant(rank=1, stage="load", what="sleep", seconds=2.0)
+    done = jobs.run(tmp_path / "store", "--smoke", 2, world=2, plants=(late,))
+    assert "smoke test passed" in done.logs[0]
+    jobs.assert_equals_whole(tmp_path / "store")
 
 
 def test_two_ranks_estimate_try_out_finish_and_find_nothing_to_do(jobs, tmp_path):

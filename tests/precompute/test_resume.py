@@ -1,17 +1,22 @@
 """Going on with a store, refusing one that belongs to another job, and what is known before a target is loaded."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 import dspark_store as ds
 from dspark_store.format.metadata import read_record
+from dspark_store.format.schema import LAYERS
+from dspark_store.format.shard import ShardWriter
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.writers.lock import StoreLock
+from dspark_store.precompute.capture import ShardCapture
+from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import state_ledger
+from dspark_store.writers.tokens import token_ledger
 from tests.precompute.jobs import (
     arguments,
     contents,
@@ -51,6 +56,70 @@ def test_resume_fills_holes_wherever_they_are(unfinished, store, llama, chats):
     precompute(llama, chats, unfinished, "--resume")
     assert kept.items() <= states_of_files(unfinished / "ledger" / "states").items()
     assert contents(unfinished) == contents(store)
+
+
+@pytest.mark.parametrize("name", ["target_hidden_states/c.1.0.2", "target_last_hidden_states/c.1.0.0"])
+@pytest.mark.parametrize("size", [None, 100])
+def test_a_committed_shard_without_all_of_its_objects_is_named_and_done_again(
+    unfinished, store, llama, chats, caplog, name, size
+):
+    (unfinished / name).unlink()
+    if size is not None:
+        (unfinished / name).write_bytes(bytes(size))
+    kept = {path: state for path, state in states_of_files(unfinished).items() if "c.0.0" in path or "c.2.0" in path}
+    precompute(llama, chats, unfinished, "--resume")
+    assert f"shard 1 ({name} " in caplog.text
+    assert kept.items() <= states_of_files(unfinished).items()
+    assert contents(unfinished) == contents(store)
+
+
+def test_committed_tokens_without_all_of_their_objects_are_done_again(store, llama, chats, tmp_path, caplog):
+    output = interrupted(arguments(llama, chats, tmp_path / "store"), tokenise_module, "settle_tokens")
+    (output / "loss_mask" / "c.1.0").unlink()
+    precompute(llama, chats, output, "--resume")
+    assert "shard 1 (loss_mask/c.1.0 is missing)" in caplog.text
+    assert contents(output) == contents(store)
+
+
+def losing_lock(monkeypatch, output, owner, name, when=lambda *args: True):
+    """Let another job have the store's lock as soon as ``name`` has been called with such arguments."""
+    call = getattr(owner, name)
+
+    def call_and_lose(*args):
+        result = call(*args)
+        if when(*args):
+            LocalStorage(output).put(LOCK_KEY, b"another job's")
+        return result
+
+    monkeypatch.setattr(owner, name, call_and_lose)
+
+
+def is_of_states(writer, label):
+    return label.places[0].column == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("owner", "when", "objects"), [(ShardCapture, lambda *args: True, 4), (ShardWriter, is_of_states, 1)]
+)
+def test_a_job_that_loses_its_lock_while_it_finishes_a_shard_does_not_commit_it(
+    store, llama, chats, tmp_path, monkeypatch, capsys, owner, when, objects
+):
+    output = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        losing_lock(patch, output, owner, "finish", when)
+        assert main(arguments(llama, chats, output)) == 1
+    assert capsys.readouterr().err.endswith(f"stopped: {output} was taken over by another job; this one ends\n")
+    assert list((output / "ledger" / "states").glob("c.*")) == []
+    assert len(list(output.glob("target_*/c.*"))) == objects
+    precompute(llama, chats, output, "--resume")
+    assert contents(output) == contents(store)
+
+
+def test_a_job_that_loses_its_lock_while_it_tokenises_goes_on_for_no_shard(llama, chats, tmp_path, monkeypatch, capsys):
+    losing_lock(monkeypatch, tmp_path / "store", tokenise_module, "write_token_shard")
+    assert main(arguments(llama, chats, tmp_path / "store")) == 1
+    assert "was taken over by another job" in capsys.readouterr().err
+    assert token_ledger(LocalStorage(tmp_path / "store")).committed() == [0]
 
 
 def test_resume_finishes_a_token_phase_first(store, llama, chats, tmp_path):
@@ -186,3 +255,19 @@ def test_a_failed_smoke_test_leaves_nothing(llama, chats, tmp_path, monkeypatch,
     line = refused(arguments(llama, chats, tmp_path / "new" / "store", "--smoke", 2), capsys)
     assert line == "error: the smoke test failed: sample 0 is wrong (1 problems)"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_with_nothing_missing_loads_no_target(job, unfinished, store, no_target):
+    assert main(job("--resume", output=unfinished)) == 0
+    assert contents(unfinished) == contents(store)
+
+
+def test_a_target_that_computes_something_else_with_the_same_weights_is_refused(
+    job, unfinished, llama, tmp_path, capsys
+):
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
+    line = refused(job("--resume", target=other, output=unfinished), capsys)
+    assert "does not match this run in target_config.rms_norm_eps: store 1e-06, this run 0.5" in line

@@ -1,15 +1,31 @@
 """What a failed run takes back, and what it leaves."""
 
+import errno
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
+from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.undo import is_unfinished_beginning, new_folders_undone
+from dspark_store.precompute.undo import (
+    TargetError,
+    is_unfinished_beginning,
+    new_folders_undone,
+    new_store_undone,
+    retract_broken,
+)
+from dspark_store.sources.source import SourceError
+from dspark_store.writers import StoreLock, TokenRows
+from dspark_store.writers.lock import LOCK_KEY
 from dspark_store.writers.tokens import token_ledger, write_token_shard
 from tests.precompute.jobs import arguments, contents, interrupt, interrupted, precompute, write_rows
+from tests.writers.small_store import random_tokens, small_record
 
 GOOD_ROWS = [f"row {number}" for number in range(6)]
 BAD_ROW = {"text": "no messages"}
@@ -95,3 +111,108 @@ def test_new_folders_stay_when_something_is_in_them(tmp_path):
     with pytest.raises(RuntimeError):
         fail()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "file"]
+
+
+def caused(error, *causes):
+    """Return an error that was raised from others, each from the next."""
+    for effect, cause in zip((error, *causes), causes, strict=False):
+        effect.__cause__ = cause
+    return error
+
+
+def begin_and_fail(root, error, others_lock=None):
+    """Begin a store, commit its first shard of tokens, and fail; return the storage."""
+    storage, record = LocalStorage(root), small_record()
+
+    def run():
+        with StoreLock(storage) as lock, new_store_undone(storage, lock.holder):
+            write_metadata(storage, record)
+            write_token_shard(storage, record, 0, random_tokens((7, 16), seed=0), cursor=2)
+            if others_lock is not None:
+                storage.put(LOCK_KEY, others_lock)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    return storage
+
+
+FULL = OSError(errno.ENOSPC, "no space left for what is unpacked")
+COMES_AGAIN = [
+    SourceError("line 7 has no messages"),
+    caused(SourceError("line 7 is not JSON"), json.JSONDecodeError("x", "y", 0)),
+    caused(SourceError("line 7 is nested too deeply"), RecursionError()),
+    caused(TargetError("lacks lm_head.weight"), ValueError("lacks lm_head.weight")),
+    caused(TargetError("no such attention"), ValueError("no such attention"), ImportError("flash_attn")),
+]
+MAY_PASS = [
+    KeyboardInterrupt(),
+    OSError(errno.EIO, "Input/output error"),
+    caused(SourceError("data.parquet cannot be read"), FULL),
+    caused(SourceError("the dataset cannot be loaded"), RuntimeError("a process died")),
+    *(
+        caused(TargetError("cannot load the weights"), ValueError("cannot load the weights"), cause)
+        for cause in (
+            MemoryError(),
+            torch.OutOfMemoryError("CUDA out of memory"),
+            RuntimeError("connection closed by peer"),
+            ConnectionError("no route to host"),
+            Exception("what a library calls a time-out"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("error", COMES_AGAIN, ids=repr)
+def test_a_refusal_that_would_come_again_takes_the_new_store_back(tmp_path, error):
+    begin_and_fail(tmp_path / "store", error)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", MAY_PASS, ids=repr)
+def test_a_failure_that_may_pass_takes_no_committed_token_back(tmp_path, error):
+    assert token_ledger(begin_and_fail(tmp_path / "store", error)).committed() == [0]
+
+
+def test_a_store_that_another_job_holds_by_now_is_left_to_it(tmp_path):
+    storage = begin_and_fail(tmp_path / "store", COMES_AGAIN[0], others_lock=b"another job's")
+    assert token_ledger(storage).committed() == [0]
+    assert storage.read(LOCK_KEY) == b"another job's"
+
+
+def test_a_target_for_which_there_is_no_memory_just_now_is_gone_on_with(store, llama, chats, tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    job = arguments(llama, chats, tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+        assert main(job) == 2
+    assert token_ledger(LocalStorage(tmp_path / "store")).committed() == [0, 1, 2]
+    assert main([*job, "--resume"]) == 0
+    assert contents(tmp_path / "store") == contents(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("input_ids/c.1.0", False),
+        ("loss_mask/c.1.0", False),
+        ("loss_mask/c.1.0", True),
+        ("ledger/sources/c.1.0", False),
+    ],
+)
+def test_a_committed_shard_of_tokens_without_all_of_its_objects_is_taken_back(tmp_path, name, cut):
+    storage, record = LocalStorage(tmp_path / "store"), small_record()
+    record = replace(record, schema=replace(record.schema, sources=("chats", "code")))
+    for shard in range(3):
+        rows = random_tokens((7, 16), seed=shard)
+        write_token_shard(storage, record, shard, TokenRows(rows.ids, rows.masks, [0, 1]), cursor=2)
+    assert retract_broken(storage, record) == []
+    kept = storage.read(name)[:-1]
+    storage.delete(name)
+    if cut:
+        storage.put(name, kept)
+    (line,) = retract_broken(storage, record)
+    assert line.startswith(f"shard 1 ({name} ")
+    assert token_ledger(storage).committed() == [0, 2]

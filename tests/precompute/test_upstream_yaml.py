@@ -113,6 +113,11 @@ def test_flags_win_over_the_file_and_stand_in_for_what_it_lacks(tmp_path):
     assert (config.ep_size, config.fsdp_size) == (2, 1)
 
 
+def test_a_device_map_goes_with_a_recipe_that_shares_nothing():
+    path = str(CONFIGS / "training.yaml")
+    parse_arguments(["-c", path, "--output-dir", "store", "--device-map", "auto"]).check()
+
+
 @pytest.mark.parametrize("key", ["target_model_name_or_path", "train_data_path", "seq_length", "cache_output_dir"])
 @pytest.mark.parametrize("value", [None, "absent"])
 def test_a_required_key_is_named_whether_it_is_absent_or_null(key, value):

@@ -15,6 +15,7 @@ import pytest
 from dspark_store.precompute import watch as watch_module
 from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.watch import FAILED, TERMINATED, StoppedError, Watch
+from dspark_store.writers.lock import LEAVING_SECONDS
 from dspark_store.writers.process import ProcessName
 from tests.precompute import watched
 
@@ -99,7 +100,7 @@ def test_sigterm_ends_a_process_that_is_blocked_in_c_and_does_what_is_left_to_do
     assert code == TERMINATED == 143
     assert watched.PREEMPTION - 0.1 < seconds < watched.PREEMPTION + 5
     assert (tmp_path / "act").exists()
-    assert (tmp_path / "stderr").read_text().startswith("error: terminated: what is committed stays")
+    assert (tmp_path / "stderr").read_text().startswith("stopped: terminated: what is committed stays")
 
 
 def test_last_acts_that_fail_or_hang_keep_no_process_alive(start, tmp_path):
@@ -133,7 +134,7 @@ def test_a_failure_ends_another_rank_that_is_blocked_in_c(start, port, tmp_path,
         code, seconds = ended(process)
         assert code == FAILED
         assert seconds < watched.FAILURE + 5
-        assert (tmp_path / "stderr").read_text() == "error: rank 0: the chats are not JSON\n"
+        assert (tmp_path / "stderr").read_text() == "stopped: rank 1: rank 0: the chats are not JSON\n"
         watch.let_others_hear()
 
 
@@ -143,7 +144,20 @@ def test_an_error_that_leaves_the_block_of_a_rank_ends_its_process_even_if_the_r
         code, seconds = ended(process)
         assert code == FAILED
         assert seconds < watched.FAILURE + 5
-        assert (tmp_path / "stderr").read_text() == "error: the disk is gone\n"
+        assert (tmp_path / "stderr").read_text() == "error: rank 1: the disk is gone\n"
+
+
+def test_an_interrupt_that_leaves_the_block_of_a_rank_is_told_as_one(start, port, tmp_path, quick):
+    with Watch(0, 2, watched.shared_store(port, keep=True)):
+        process = start(watched.interrupt_and_hang, port)
+        assert ended(process)[0] == FAILED
+        assert (tmp_path / "stderr").read_text() == "stopped: rank 1: interrupted\n"
+
+
+def test_a_job_that_was_pushed_aside_can_end_on_all_ranks_before_another_one_begins():
+    until_it_ends = watch_module._FAILURE_SECONDS + watch_module._PERIOD + watch_module._LAST_ACTS_SECONDS
+    until_others_hear = watch_module._PERIOD
+    assert until_it_ends + until_others_hear + until_it_ends < LEAVING_SECONDS
 
 
 def test_a_failure_elsewhere_is_told_with_its_rank(quick):

@@ -1,21 +1,31 @@
 """Who a rank is, and how ranks agree."""
 
+import json
 import threading
+from contextlib import ExitStack
 
 import pytest
 
 from dspark_store.precompute import world as world_module
-from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.precompute.keyvalue import LocalKeys, SharedStore
 from dspark_store.precompute.watch import StoppedError, Watch
 from dspark_store.precompute.world import World, join_world, one_line
 
-TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+TORCHRUN = ("WORLD_SIZE", "RANK", *LOCAL_RANKS, "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
 def no_torchrun(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
+
+
+class OwnKeys(LocalKeys):
+    """Keys of one process that poses as a rank of several."""
+
+    def again(self):
+        return self
 
 
 @pytest.fixture
@@ -55,6 +65,20 @@ def test_half_a_job_in_the_environment_is_refused(environment, message, monkeypa
     assert "start the job with torchrun" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [({}, None), ({"SLURM_LOCALID": "3"}, 3), ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2)],
+)
+def test_a_rank_knows_its_number_on_its_host_from_whoever_started_it(environment, local_rank, monkeypatch):
+    job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in {**job, **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(SharedStore, "connect", lambda rank, size: OwnKeys())
+    monkeypatch.setattr(world_module, "_leave_together", lambda world: None)
+    with join_world() as world:
+        assert world.local_rank == local_rank
+
+
 def test_what_rank_0_shares_is_received(worlds):
     leader, follower = worlds
     received = []
@@ -84,6 +108,31 @@ def test_two_scopes_of_a_world_share_nothing(worlds):
     assert follower.scoped("smoke").receive("begun") == 1
 
 
+def test_others_hear_of_an_error_before_what_is_around_its_block_is_undone():
+    keys, told = LocalKeys(), []
+    keys.set("heard/1", "1")
+
+    def fail(world):
+        with ExitStack() as around:
+            around.callback(lambda: told.append(json.loads(keys.get("failure") or "null")))
+            around.enter_context(world.failure_told())
+            raise ValueError("no such row")
+
+    with Watch(0, 2, keys) as watch, pytest.raises(ValueError, match="no such row"):
+        fail(World(0, 2, 0, LocalKeys(), watch))
+    assert told == [{"rank": 0, "message": "no such row"}]
+
+
+def test_an_error_that_a_lost_peer_may_have_caused_waits_for_the_failure_that_did():
+    keys, error = LocalKeys(), ValueError("cannot load the weights")
+    error.__cause__ = RuntimeError("connection closed by peer")
+    failure = json.dumps({"rank": 0, "message": "no space is left"})
+    late = threading.Timer(0.05, keys.swap, ("failure", "", failure))
+    late.start()
+    assert str(world_module._cause(error, Watch(1, 2, keys))) == "rank 0: no space is left"
+    late.join()
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
@@ -92,7 +141,7 @@ def test_two_scopes_of_a_world_share_nothing(worlds):
         (StoppedError("rank 1: gone", 1), "rank 1: gone"),
         (ValueError(), "ValueError: no reason given"),
         (KeyError("x"), "KeyError: 'x'"),
-        (KeyboardInterrupt(), "KeyboardInterrupt: no reason given"),
+        (KeyboardInterrupt(), "interrupted"),
     ],
 )
 def test_an_error_is_told_in_one_line(error, line):

@@ -68,6 +68,12 @@ def fail_and_hang(place: Path, watch: Watch) -> NoReturn:
     raise OSError("the disk\nis gone")
 
 
+def interrupt_and_hang(place: Path, watch: Watch) -> NoReturn:
+    """Leave the block for Ctrl-C; what comes after it hangs."""
+    (place / "ready").touch()
+    raise KeyboardInterrupt
+
+
 def run_rank(act: Act, place: Path, port: int | None, rank: int = 1) -> None:
     """Be one of two ranks, or alone without a port; end as the command does."""
     error_file = os.open(place / "stderr", os.O_WRONLY | os.O_CREAT)
@@ -80,5 +86,5 @@ def run_rank(act: Act, place: Path, port: int | None, rank: int = 1) -> None:
     except StoppedError as error:
         (place / "stopped").write_text(str(error))
         os._exit(error.exit_code)
-    except OSError:
+    except (OSError, KeyboardInterrupt):
         time.sleep(FOR_LONG)

@@ -52,6 +52,24 @@ def test_more_refused_rows_than_allowed_are_an_error(mixed):
         list(source(mixed, on_bad_row="skip", max_refused=0.2).read())
 
 
+@pytest.mark.parametrize(("max_refused", "enough"), [(0.5, False), (0.625, True)])
+def test_after_a_resume_the_rows_refused_before_count_too(mixed, max_refused, enough):
+    """One of the five bad rows of eight was before."""
+    skipping = source(mixed, on_bad_row="skip", max_refused=max_refused)
+    skipping.resume(3, 2)
+    if enough:
+        assert [sample.cursor for sample in skipping.read(3)] == [8]
+    else:
+        with pytest.raises(SourceError, match=r"line 7: .*with it 5 rows cannot be used, more than .*50.00% of 8"):
+            list(skipping.read(3))
+
+
+def test_a_resume_is_not_refused_for_bad_rows_that_stand_together(mixed):
+    skipping = source(mixed, on_bad_row="skip", max_refused=0.5, over_long="drop")
+    skipping.resume(3, 2)  # whether the other one was refused or dropped is not known
+    assert [sample.cursor for sample in skipping.read(3)] == [8]
+
+
 def test_the_report_tells_what_was_cut_and_what_is_not_supervised(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", GOOD, {"messages": CHAT[:1]}, {"messages": CHAT[1:2]})
     short = ChatSource(path, word_tokenizer(), seq_length=10)

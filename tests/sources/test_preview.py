@@ -4,11 +4,12 @@ import argparse
 import io
 
 import pytest
+from transformers import LlamaConfig
 
 from dspark_store.cli import main
 from dspark_store.precompute.preview import add_arguments, show_tokens
 from tests.sources.words import CHAT, write_rows
-from tests.tiny import tiny_tokenizer
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_a_terminal_shows_what_is_supervised_in_colour(folder):
 def test_the_report_counts_every_row(folder, capsys):
     assert run(folder, "--report", "--seq-length", "19") == 0
     total, _, *facts = capsys.readouterr().out.splitlines()
-    assert total == "6 samples of 6 records, 114 tokens"
+    assert total == "6 samples of 6 records, 114 tokens, 36 supervised"
     lines = dict(line.rsplit(maxsplit=1) for line in facts)
     assert (lines["rows read"], lines["samples"], lines["truncated"], lines["refused"]) == ("6", "6", "5", "0")
 
@@ -86,9 +87,46 @@ def test_any_source_can_be_shown_and_a_blend_reports_its_parts(folder, capsys):
     assert main(["tokens", "0.5", chats, "0.5", chats, "--report", "--tokenizer", str(folder / "it")]) == 0
     shown = capsys.readouterr().out
     assert "12 samples of 12 records" in shown
-    assert shown.count("\nrows read ") == shown.count("\npart ") == 2
+    assert shown.count("\nrows read ") == 2
+    for name in ("chats", "chats 2"):
+        assert f"\npart {name}: 6 samples, 129 tokens, 36 supervised\n" in shown
+        assert f"\n\npart {name}\nrows read " in shown
     assert main(["tokens", "{type: dummy", "--tokenizer", str(folder / "it")]) == 2
     assert "is not YAML" in capsys.readouterr().err
+
+
+def test_a_sample_of_a_blend_is_told_by_its_part_and_its_place_there(folder, capsys):
+    chats, it = str(folder / "chats.jsonl"), str(folder / "it")
+    blend = f"[{{source: [{chats}, {{type: dummy, samples: 6, max_length: 4}}], name: inner}}]"
+    assert main(["tokens", blend, "--tokenizer", it, "--rows", "0", "1", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert f"row 0 (part inner, part chats, {chats}, line 1): 19 tokens" in shown
+    assert "row 1 (part inner, part dummy): " in shown
+    assert f"row 2 (part inner, part chats, {chats}, line 2): 20 tokens" in shown
+
+
+def test_the_report_of_a_blend_tells_what_is_repeated_and_left_out(folder, capsys):
+    chats, it = str(folder / "chats.jsonl"), str(folder / "it")
+    blend = (
+        "{type: blend, schedule: hyper_parallel, samples: 6, "
+        f"sources: [3, {{type: dummy, samples: 2, max_length: 4}}, 3, {chats}]}}"
+    )
+    assert main(["tokens", blend, "--tokenizer", it, "--report"]) == 0
+    shown = capsys.readouterr().out
+    assert "part 'dummy' has 2 records: 3 taken, 1 of them again, 0 left out\n" in shown
+    assert "part 'chats' has 6 records: 3 taken, 0 of them again, 3 left out\n" in shown
+
+
+def test_ids_may_be_any_that_the_target_knows_or_else_its_tokenizer(folder, capsys):
+    write_rows(folder / "ids.jsonl", {"input_ids": [VOCAB_SIZE - 1]})
+    assert len(tiny_tokenizer()) < VOCAB_SIZE
+    assert run(folder, name="ids.jsonl") == 2
+    assert "expected 0 to 262" in capsys.readouterr().err
+    target = folder / "target"
+    tiny_tokenizer().save_pretrained(target)
+    LlamaConfig(vocab_size=VOCAB_SIZE).save_pretrained(target)
+    assert main(["tokens", str(folder / "ids.jsonl"), "--target-model", str(target)]) == 0
+    assert "1 tokens" in capsys.readouterr().out
 
 
 def test_several_files_are_one_source(folder, capsys):

@@ -73,6 +73,18 @@ def test_reasoning_that_the_template_drops_is_a_warning():
     assert warnings == ["the chat template does not render the reasoning of message 1"]
 
 
+def test_reasoning_of_the_last_turn_stands_where_upstreams_worked_example_has_it():
+    last_only = (
+        "{% for m in messages %}{{ m.role }} {% if m.reasoning_content and loop.last %}{{ m.reasoning_content }} "
+        "{% endif %}{{ m.content }} {% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}"
+    )
+    warnings: list[str] = []
+    assert masked(last_only, [HI, answer("ok", "r3"), HI, answer("yo", "r1 r2")], warnings=warnings) == [8, 9]
+    assert warnings == ["the chat template does not render the reasoning of message 1"]
+    (whole,) = Renderer(word_tokenizer()).tokenise(["user hi assistant ok </s> user hi assistant r1 r2 yo </s>"])
+    assert len(whole.ids) == 12
+
+
 def test_blank_reasoning_and_that_of_users_is_left_alone():
     assert masked(BARE, [{**HI, "reasoning_content": "r1"}, answer("ok", ""), HI]) == []
 

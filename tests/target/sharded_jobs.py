@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
@@ -87,7 +87,7 @@ def expected(case: Case) -> Held:
     states = [capture(ids, mask) for ids, mask in batches()]
     whole = [StageStates(tuple(range(len(each.layers))), each.layers, each.last) for each in states]
     target = ShardedTarget(model, ParallelPlan(1), 0)
-    return Held(whole, target.parameter_bytes(), {}, target.weights(), dict(model.named_buffers()))
+    return Held(whole, parameter_bytes(model), {}, target.weights(), dict(model.named_buffers()))
 
 
 def _hold(rank: int, case: Case) -> Held:
@@ -99,11 +99,20 @@ def _hold(rank: int, case: Case) -> Held:
     target.finish()
     shapes = {name: _local_shape(parameter) for name, parameter in target.model.named_parameters()}
     buffers = dict(target.model.named_buffers())
-    return Held(states, target.parameter_bytes(), shapes, target.weights(), buffers)
+    return Held(states, parameter_bytes(target.model), shapes, target.weights(), buffers)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that this rank keeps between forwards, a tied one counted once."""
+    return sum(_local(parameter).nbytes for parameter in model.parameters())
 
 
 def _local_shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple((parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape)
+    return tuple(_local(parameter).shape)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def pairs(held: Held, whole: Held) -> list[tuple[Tensor, Tensor]]:

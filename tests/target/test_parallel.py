@@ -80,7 +80,12 @@ def test_a_plan_has_a_name_and_an_equality_class(world_size, degrees, kind, equa
     ("world_size", "degrees", "message"),
     [
         (4, {"tp": 0}, "tp=0 is not a degree"),
-        (4, {"fsdp": 3}, "fsdp=3 needs a multiple of 3 processes: there are 4"),
+        (6, {"fsdp": 4}, "fsdp=4 needs a multiple of 4 processes: there are 6; start 4 or 8, or give sizes whose pro"),
+        (
+            1,
+            {"tp": 2},
+            "tp=2 needs a multiple of 2 processes: there are 1; start 2, or give sizes whose product divides",
+        ),
         (4, {"tp": 2, "ep": 2}, "ep=2 tp=2 cannot be combined"),
         (4, {"pp": 2, "fsdp": 2}, "fsdp=2 pp=2 cannot be combined"),
         (2, {"tp": 2, "reduce_dtype": "bf16"}, "reduce_dtype='bf16' is unknown"),
@@ -101,7 +106,7 @@ def test_a_plan_that_cannot_be_is_refused_by_name(world_size, degrees, message):
         (tiny.tiny_qwen3_moe, {"ep": 3}, {}, "ep=3 does not divide the target's num_experts=4"),
         (tiny.tiny_qwen3_moe, {"tp": 2, "reduce_dtype": "fp32"}, {}, "does not reach into the experts"),
         (tiny.tiny_qwen3, {"pp": 6}, {}, "pp=6 is more than the target's 4 layers"),
-        (tiny.tiny_qwen3, {"pp": 3}, {"num_layers": 2}, "pp=3 is more than the target's 2 layers"),
+        (lambda: tiny.tiny_qwen3(num_hidden_layers=2), {"pp": 3}, {}, "pp=3 is more than the target's 2 layers"),
         (tiny.tiny_gemma4, {"pp": 2}, {}, "pp=2 does not work for model_type='gemma4_text'"),
         (tiny.tiny_glm_moe_dsa, {"pp": 2}, {}, "pp=2 does not work for model_type='glm_moe_dsa'"),
         (tiny.tiny_llama, {"fsdp": 2}, {"gguf": True}, "fsdp=2 does not work with a GGUF file"),

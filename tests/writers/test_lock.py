@@ -155,7 +155,7 @@ def test_a_job_that_lost_its_lock_does_not_remove_its_successors(storage):
 
 def beating(monkeypatch, seconds=0.01):
     monkeypatch.setattr(lock_module, "_BEAT_SECONDS", seconds)
-    monkeypatch.setattr(lock_module, "_LOOK_SECONDS", seconds)
+    monkeypatch.setattr(lock_module, "LEAVING_SECONDS", seconds)
 
 
 def test_of_two_containers_with_one_host_name_each_respects_the_others_lock(storage):
@@ -214,16 +214,22 @@ def test_a_dead_jobs_lock_is_taken_without_waiting(storage):
         assert time.monotonic() - started < 5
 
 
-def test_an_interrupted_take_over_leaves_no_lock_and_no_heartbeat(storage, monkeypatch):
+def test_an_interrupted_take_over_leaves_no_lock_and_no_heartbeat(storage):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
     leave_lock(storage, host="elsewhere", pid=7)
-    monkeypatch.setattr(time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt), StoreLock(storage, take_over=True):
+    with pytest.raises(KeyboardInterrupt), StoreLock(storage, take_over=True, pause=interrupt):
         pass
     assert files(storage) == []
     assert "lock-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("content", [b"", b"another job's"])
+def test_a_lock_that_was_never_taken_is_not_given_back(storage, content):
+    storage.put(LOCK_KEY, content)
+    StoreLock(storage).release()
+    assert storage.read(LOCK_KEY) == content
 
 
 def test_a_removed_lock_is_lost(storage, monkeypatch):

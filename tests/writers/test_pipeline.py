@@ -229,6 +229,50 @@ def test_a_reset_waits_for_what_is_under_way():
     assert len(arrived) == 1
 
 
+class Failing:
+    """Stands in for a part of the pipeline whose next call fails."""
+
+    def __init__(self, pipeline, part, call, error):
+        self.good, self.call, self.error = getattr(pipeline, part), call, error
+        self.mend = partial(setattr, pipeline, part, self.good)
+        setattr(pipeline, part, self)
+
+    def __getattr__(self, name):
+        if name == self.call:
+            self.mend()
+            raise self.error
+        return getattr(self.good, name)
+
+
+@pytest.mark.parametrize("ask", ["reset", "flush"])
+@pytest.mark.parametrize(
+    ("part", "call", "error"),
+    [
+        ("_pool", "submit", RuntimeError("can't start new thread")),
+        ("_pool", "submit", KeyboardInterrupt()),
+        ("_queue", "put", KeyboardInterrupt()),
+    ],
+)
+def test_a_submit_that_fails_midway_leaves_nothing_to_wait_for(part, call, error, ask):
+    arrived: list[EncodedChunk] = []
+    with EncodePipeline(1, 100) as pipeline:
+        pipeline.submit(partial(chunk, 1), 60, arrived.append)
+        Failing(pipeline, part, call, error)
+        with pytest.raises(type(error)):
+            pipeline.submit(partial(chunk, 2), 60, arrived.append)
+        assert finishes_within(10, getattr(pipeline, ask))
+        assert finishes_within(10, partial(pipeline.submit, partial(chunk, 3), 60, arrived.append))
+        pipeline.flush()
+    assert [encoded.crc for encoded in arrived] == [1, 3]
+
+
+def test_a_closed_pipeline_has_nothing_to_wait_for():
+    with EncodePipeline(1, 100) as pipeline:
+        pass
+    assert finishes_within(10, pipeline.reset)
+    assert finishes_within(10, pipeline.flush)
+
+
 def test_buffers_are_used_again_and_others_are_forgotten():
     pool = BufferPool()
     first = pool.acquire(64)

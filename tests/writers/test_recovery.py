@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from dspark_store import open_cache
+from dspark_store.format.ledger import Ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers import StoreLock, sweep_finished, sweep_uncommitted
@@ -53,12 +56,20 @@ def test_states_without_a_ledger_row_are_removed_and_their_tokens_kept(storage):
     assert stored_files(storage) == {key: value for key, value in before.items() if key not in gone}
 
 
-def test_tokens_without_a_ledger_row_are_removed(storage):
+def test_tokens_without_a_ledger_row_are_removed_until_they_are_settled(storage):
     before = stored_files(storage)
     storage.delete("ledger/tokens/c.2.0.0")
-    assert sweep(storage) == 2
+    assert sweep(storage) == 0
+    assert sweep_uncommitted(storage, replace(read_record(storage), phase="tokens")) == 2
     gone = {"ledger/tokens/c.2.0.0", "input_ids/c.2.0", "loss_mask/c.2.0"}
     assert stored_files(storage) == {key: value for key, value in before.items() if key not in gone}
+
+
+def test_what_another_job_has_committed_meanwhile_is_left_alone(storage, monkeypatch):
+    before = stored_files(storage)
+    monkeypatch.setattr(Ledger, "committed", lambda ledger: [])
+    assert sweep(storage) == 0
+    assert stored_files(storage) == before
 
 
 def test_a_shared_object_stays_where_its_shard_is_committed(storage):

@@ -98,8 +98,10 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_place(tmp_path):
     prefix = write_pair(tmp_path / "a", [[1, 2], [3, 100, 4]], lengths=[[2], [1, 2]])
     assert ids(source(prefix, context={"vocab_size": 101}).read()) == [[1, 2], [3, 100, 4]]
     message = r"a\.bin: token 0 of document 1 \(sequence 2\) is the id 100; expected 0 to 99: .* another tokenizer"
+    opened = source(prefix, context={"vocab_size": 100})
+    assert opened.lengths().tolist() == [2, 3]  # without a look at the tokens
     with pytest.raises(SourceError, match=message):
-        list(source(prefix, context={"vocab_size": 100}).read())
+        list(opened.read())
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(-1, "int32"), (2**31, "int64")])

@@ -83,6 +83,12 @@ def test_the_last_window_may_be_partial():
     assert len(indices(window=6).shuffle) == 3
 
 
+@pytest.mark.parametrize(("tokens", "keep", "lengths"), [(21, True, [8, 8, 4]), (21, False, [8, 8]), (5, True, [4])])
+def test_the_tail_of_a_text_is_a_window_or_dropped_as_hyper_parallel_tests_it(tokens, keep, lengths):
+    built = indices((tokens,), window=8, keep_partial=keep)
+    assert sorted(map(len, items(built, (tokens,), extra=0)), reverse=True) == lengths
+
+
 def test_without_the_extra_token_a_window_begins_at_the_end_of_a_document():
     seed = next(seed for seed in range(10) if indices((4, 6), seed=seed).document.tolist() == [0, 1])
     assert rows(indices((4, 6), seed=seed, extra_token=False)) == [(0, 0), (0, 4), (1, 4)]
