@@ -35,7 +35,7 @@ from dspark_store.writers import EncodePipeline, StateShardWriter
 
 LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
 MEMORY_SAMPLES = 256
-RATE_SAMPLES, RATE_SHARD = 256, 128
+RATE_SAMPLES, RATE_SHARD = 256, 256  # the default of --shard-size
 BUFFER_BYTES = 64 * 1024 * 1024
 PARTS = ("memory", "rates", "cost")
 
