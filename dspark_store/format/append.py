@@ -14,7 +14,7 @@ import os
 from collections.abc import Buffer, Sequence
 from typing import Protocol
 
-_IOV_MAX = 1024
+IOV_MAX = 1024  # buffers that the kernel takes in one vectored call
 _WRITE_BEHIND = 8 * 1024 * 1024
 _STAGED = 4 * 1024 * 1024
 
@@ -47,8 +47,8 @@ class CachedAppender:
 
     def append(self, parts: Sequence[Buffer]) -> None:
         """See `Appender`."""
-        for first in range(0, len(parts), _IOV_MAX):
-            self._append_group([memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX]])
+        for first in range(0, len(parts), IOV_MAX):
+            self._append_group([memoryview(part).cast("B") for part in parts[first : first + IOV_MAX]])
         if self._written - self._started >= _WRITE_BEHIND:
             _start_writeback(self._descriptor, self._started, self._written - self._started)
             self._started = self._written

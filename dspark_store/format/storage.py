@@ -19,9 +19,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from dspark_store.format.append import open_appender
+from dspark_store.format.append import IOV_MAX, open_appender
 
-_IOV_MAX = 1024
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 
 
@@ -149,8 +148,8 @@ class LocalObject:
     def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
         """See `ObjectReader`."""
         done = 0
-        for first in range(0, len(buffers), _IOV_MAX):
-            group = buffers[first : first + _IOV_MAX]
+        for first in range(0, len(buffers), IOV_MAX):
+            group = buffers[first : first + IOV_MAX]
             wanted = sum(_size(buffer) for buffer in group)
             count = os.preadv(self._descriptor, group, offset + done)
             if count < wanted:

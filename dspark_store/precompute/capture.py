@@ -159,11 +159,8 @@ class ShardCapture:
         return sum(self._rows.lengths)
 
     def finish(self, progress: Callable[[], None]) -> FinishedObjects | None:
-        """Make this rank's objects durable, telling ``progress`` of each; None when it writes none."""
-        if self._writer is None:
-            return None
-        self.drain()
-        return self._writer.finish(progress)
+        """Make a drained shard's objects durable, telling ``progress`` of each; None when this rank writes none."""
+        return None if self._writer is None else self._writer.finish(progress)
 
     def drain(self) -> None:
         """Wait until all states are encoded; NonFiniteError where the job is to stop at values that are not finite."""

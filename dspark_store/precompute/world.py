@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.precompute.board import LeaseError
 from dspark_store.precompute.keyvalue import KeyValue, LocalKeys, ScopedKeys, SharedStore
 from dspark_store.precompute.watch import FAILED, StoppedError, Watch
+from dspark_store.writers.lock import LostLockError
 
 _LEAVING_SECONDS = 600.0
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.2
@@ -133,7 +135,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     text = " ".join(str(error).split())
-    foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError)
+    foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError | LostLockError | LeaseError)
     return text if foreseen and text else f"{type(error).__name__}: {text or 'no reason given'}"
 
 

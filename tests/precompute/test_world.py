@@ -10,6 +10,7 @@ from dspark_store.precompute import world as world_module
 from dspark_store.precompute.keyvalue import LocalKeys, SharedStore
 from dspark_store.precompute.watch import StoppedError, Watch
 from dspark_store.precompute.world import World, join_world, one_line
+from dspark_store.writers.lock import LostLockError
 
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 TORCHRUN = ("WORLD_SIZE", "RANK", *LOCAL_RANKS, "MASTER_ADDR", "MASTER_PORT")
@@ -142,6 +143,7 @@ def test_an_error_that_a_lost_peer_may_have_caused_waits_for_the_failure_that_di
         (ValueError(), "ValueError: no reason given"),
         (KeyError("x"), "KeyError: 'x'"),
         (KeyboardInterrupt(), "interrupted"),
+        (LostLockError("taken over; this one ends"), "taken over; this one ends"),
     ],
 )
 def test_an_error_is_told_in_one_line(error, line):
