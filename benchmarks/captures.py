@@ -34,7 +34,9 @@ from dspark_store.precompute.watch import Watch
 from dspark_store.precompute.world import World
 from dspark_store.target.capture import StageStates
 from dspark_store.target.parallel import ParallelPlan
-from dspark_store.writers import EncodePipeline, TokenRows, read_token_shard, settle_tokens, write_token_shard
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import settle_tokens
+from dspark_store.writers.tokens import TokenRows, read_token_shard, write_token_shard
 
 _LEASE_SECONDS = 600.0
 

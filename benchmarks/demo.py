@@ -16,12 +16,13 @@ import torch
 import zarr
 
 from dspark_store import Cache, open_cache, verify_store
-from dspark_store.precompute import PrecomputeConfig, run
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.estimate import distinct_states, padded_bytes, ragged_bytes
 from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
+from dspark_store.precompute.run import run
+from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.target import TargetCapture, TargetSource, load_target
 
 SAMPLES, CHECKED, SEQ_LENGTH, BATCH_SIZE = 80, 8, 512, 4

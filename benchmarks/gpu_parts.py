@@ -30,7 +30,7 @@ from dspark_store.target.capture import StageStates, TargetCapture
 from dspark_store.target.layers import build_target_layer_ids
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.sharded import ShardedTarget
-from dspark_store.writers import complete_store
+from dspark_store.writers.publish import complete_store
 
 STATES_DTYPE = cache_dtype("bf16")
 BUFFER_BYTES = 512 * 1024 * 1024

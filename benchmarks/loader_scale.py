@@ -43,8 +43,9 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.epoch import PaddedEpoch
 from dspark_store.readers.order import BatchPlan, epoch_order
 from dspark_store.readers.plan import SampleSpan, byte_runs, chunk_bounds, object_reads, plan_spans
-from dspark_store.writers import EncodePipeline, StateShardWriter
+from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.states import StateShardWriter
 from dspark_store.writers.tokens import TokenRows, write_token_shard
 
 MIB = 2**20

@@ -41,14 +41,10 @@ from dspark_store.format.metadata import write_metadata
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import LAST, StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers import (
-    EncodePipeline,
-    StateShardWriter,
-    TokenRows,
-    complete_store,
-    settle_tokens,
-    write_token_shard,
-)
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.states import StateShardWriter
+from dspark_store.writers.tokens import TokenRows, write_token_shard
 
 LAYERS, BATCH, SHARD_SIZE, THREADS = 5, 8, 16, 2
 PIPELINES = {

@@ -31,7 +31,8 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers import EncodePipeline, StateShardWriter
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.states import StateShardWriter
 
 LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
 MEMORY_SAMPLES = 256

@@ -4,25 +4,34 @@
 Automodel's DSpark offline cache, so that a script written for it runs with its import line changed.
 """
 
-from dspark_store.automodel import (
-    CACHE_KEYS,
-    DTYPE_MAP,
-    build_cache_manifest,
-    compute_batch_cache,
-    ensure_manifest_complete,
-    existing_shard_indices,
-    manifest_mismatch_fields,
-    manifest_path,
-    read_manifest,
-    shard_path,
-    write_manifest,
-    write_shard,
-    write_target_weights,
-)
-from dspark_store.dataset import CachedDSparkDataset, build_cached_dspark_dataloader, read_target_weight_modules
-from dspark_store.format.damage import DamagedStoreError
-from dspark_store.readers import Cache, CacheLoader, Problem, TargetWeights, open_cache, read_weights, verify_store
-from dspark_store.sources.identity import chat_template_sha256 as tokenizer_chat_template_sha256
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark_store.automodel import (
+        CACHE_KEYS,
+        DTYPE_MAP,
+        build_cache_manifest,
+        compute_batch_cache,
+        ensure_manifest_complete,
+        existing_shard_indices,
+        manifest_mismatch_fields,
+        manifest_path,
+        read_manifest,
+        shard_path,
+        write_manifest,
+        write_shard,
+        write_target_weights,
+    )
+    from dspark_store.dataset import CachedDSparkDataset, build_cached_dspark_dataloader, read_target_weight_modules
+    from dspark_store.format.damage import DamagedStoreError
+    from dspark_store.readers.cache import Cache, open_cache
+    from dspark_store.readers.loader import CacheLoader
+    from dspark_store.readers.verify import Problem, verify_store
+    from dspark_store.readers.weights import TargetWeights, read_weights
+    from dspark_store.sources.identity import chat_template_sha256 as tokenizer_chat_template_sha256
 
 __version__ = "0.1.0"
 
@@ -53,3 +62,32 @@ __all__ = [
     "write_shard",
     "write_target_weights",
 ]
+
+_MODULES = {
+    "Cache": "readers.cache",
+    "CacheLoader": "readers.loader",
+    "CachedDSparkDataset": "dataset",
+    "DamagedStoreError": "format.damage",
+    "Problem": "readers.verify",
+    "TargetWeights": "readers.weights",
+    "build_cached_dspark_dataloader": "dataset",
+    "open_cache": "readers.cache",
+    "read_target_weight_modules": "dataset",
+    "read_weights": "readers.weights",
+    "tokenizer_chat_template_sha256": "sources.identity",
+    "verify_store": "readers.verify",
+}
+"""Where a name is, if not in `automodel`. A module is imported with the first use of a name: torch takes seconds."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 # whatever the name is
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULES.get(name, 'automodel')}")
+    value = getattr(module, "chat_template_sha256" if name == "tokenizer_chat_template_sha256" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
 
-from dspark_store.precompute.__main__ import USER_ERROR
-from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.precompute.arguments import OneLineParser
-from dspark_store.precompute.preview import add_arguments, show_tokens
-from dspark_store.precompute.progress import Progress
-from dspark_store.readers.cache import open_cache
-from dspark_store.readers.verify import verify_store
 
-DAMAGED = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class Command(Protocol):
+    """What a module of a command has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments of the command."""
+        ...
+
+    def run(self, given: argparse.Namespace) -> int:
+        """Run it; return the exit code. ValueError, OSError and ImportError are told in one line, with exit code 2."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: the module that it is in, imported only when it is called, and what it does."""
+
+    module: str
+    purpose: str
+
+    def load(self) -> Command:
+        """Import the command."""
+        return cast(Command, import_module(self.module))
+
+
+COMMANDS = {
+    "verify": Entry("dspark_store.commands.verify", "check every object of a store against its own promises"),
+    "tokens": Entry("dspark_store.commands.tokens", "show what a target would be run over, or a report of it"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0 good, 1 a damaged store, 2 a mistake told in one line."""
+    """Run a command; return its exit code: 0 good, 1 a store that is not as it should be, 2 a mistake, in one line."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["precompute"]:
+        from dspark_store.precompute.__main__ import main as precompute
+
         return precompute(words[1:])
     try:
-        given = _parser().parse_args(words)
-        if given.command == "tokens":
-            show_tokens(given)
-            return 0
-        return _verify(given.store)
+        given = _parser(words).parse_args(words)
+        return COMMANDS[given.command].load().run(given)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        sys.stderr.close()
+        return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
 
 
-def _parser() -> OneLineParser:
+def _parser(words: Sequence[str]) -> OneLineParser:
+    """Return a parser that knows every command by name, and the arguments of the one that is asked for."""
     parser = OneLineParser(prog="dspark-store", description="Commands on stores of hidden states.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("precompute", help="run a target over a corpus: the same as python -m dspark_store.precompute")
-    verify = commands.add_parser("verify", help="check every object of a finished store against its own promises")
-    verify.add_argument("store", help="the store's directory")
-    add_arguments(commands.add_parser("tokens", help="show what a target would be run over, or a report of it"))
+    for name, entry in COMMANDS.items():
+        command = commands.add_parser(name, help=entry.purpose, description=f"{entry.purpose.capitalize()}.")
+        if words[:1] == [name]:
+            entry.load().add_arguments(command)
     return parser
 
 
-def _verify(store: str) -> int:
-    cache = open_cache(store, allow_reduced_depth=True)
-    with Progress("verify", cache.schema.tokens.num_shards, "shards") as progress:
-        problems = verify_store(cache, lambda _done, _shards: progress.advance(1))
-    for problem in problems:
-        samples = f"samples {list(problem.samples[:5])}: " if problem.samples else ""
-        print(f"{samples}{problem.message}")
-    print(f"{len(cache):,} samples checked, {len(problems):,} problems")
-    return DAMAGED if problems else 0
+if __name__ == "__main__":
+    sys.exit(main())

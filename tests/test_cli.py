@@ -1,27 +1,11 @@
-"""``dspark-store``: the commands beside the main job."""
+"""``dspark-store``: which commands there are, and what all of them have in common."""
+
+import subprocess
+import sys
 
 import pytest
 
-from dspark_store.cli import main
-from tests.stores import build_store, flip
-
-
-@pytest.fixture
-def store(tmp_path):
-    return build_store(tmp_path / "store").path
-
-
-def test_a_good_store_verifies(store, capsys):
-    assert main(["verify", str(store)]) == 0
-    assert "7 samples checked, 0 problems" in capsys.readouterr().out
-
-
-def test_a_flipped_byte_is_named_and_fails(store, capsys):
-    flip(store / "target_last_hidden_states" / "c.1.0.0", 40)
-    assert main(["verify", str(store)]) == 1
-    printed = capsys.readouterr().out
-    assert "target_last_hidden_states/c.1.0.0" in printed
-    assert "samples [" in printed
+from dspark_store.cli import COMMANDS, main
 
 
 def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -32,3 +16,21 @@ def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsy
 def test_precompute_is_the_main_job(capsys):
     assert main(["precompute"]) == 2
     assert "required but not given: --target-model" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
+    assert main(["verfy", "store"]) == 2
+    assert "invalid choice: 'verfy'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_page(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert f"dspark-store {name}" in capsys.readouterr().out
+
+
+def test_the_list_of_commands_needs_no_torch():
+    lines = "import sys; from dspark_store.cli import _parser; _parser([]).format_help(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "False\n"

@@ -13,6 +13,8 @@ ALLOWED = {
     "target": {"target", "format"},
     "sources": {"sources", "format"},
     "precompute": {"precompute", "automodel", "sources", "target", "writers", "readers", "format"},
+    "inspection": {"inspection", "precompute", "sources", "target", "writers", "readers", "format"},
+    "commands": {"commands", "inspection", "precompute", "sources", "target", "writers", "readers", "format"},
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.captures import Workload, run_copies, run_forwards, run_writing
 from benchmarks.writing_cost import LAYERS, LENGTH, Case, StandIn, calibrated, measure_cost
 from dspark_store import open_cache, verify_store
-from dspark_store.writers import complete_store
+from dspark_store.writers.publish import complete_store
 
 CASE = Case(width=64, codec="default", samples=8, products=1)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # imported where it is used: commands that only look at a store start in a third of the time
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,18 @@ class CacheDtype:
 
     name: str
     logical: str
-    torch_dtype: torch.dtype
     zarr_name: str
     bits: np.dtype
     fill_value: int | str
     fill_bits: int
     infinity_bits: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of tensors of these states."""
+        import torch
+
+        return cast(torch.dtype, getattr(torch, self.logical))
 
     @property
     def itemsize(self) -> int:
@@ -42,19 +51,11 @@ class CacheDtype:
         return np.dtype(self.zarr_name).newbyteorder("<")
 
 
-def _cache_dtype(
-    name: str, torch_dtype: torch.dtype, zarr_name: str, fill: int | str, fill_bits: int, infinity_bits: int
-) -> CacheDtype:
-    integer: np.dtype = np.dtype(f"<u{torch_dtype.itemsize}")
-    logical = str(torch_dtype).removeprefix("torch.")
-    return CacheDtype(name, logical, torch_dtype, zarr_name, integer, fill, fill_bits, infinity_bits)
-
-
 CACHE_DTYPES = MappingProxyType(
     {
-        "bf16": _cache_dtype("bf16", torch.bfloat16, "uint16", 0xFFFF, 0xFFFF, 0x7F80),
-        "fp16": _cache_dtype("fp16", torch.float16, "float16", "NaN", 0x7E00, 0x7C00),
-        "fp32": _cache_dtype("fp32", torch.float32, "float32", "NaN", 0x7FC00000, 0x7F800000),
+        "bf16": CacheDtype("bf16", "bfloat16", "uint16", np.dtype("<u2"), 0xFFFF, 0xFFFF, 0x7F80),
+        "fp16": CacheDtype("fp16", "float16", "float16", np.dtype("<u2"), "NaN", 0x7E00, 0x7C00),
+        "fp32": CacheDtype("fp32", "float32", "float32", np.dtype("<u4"), "NaN", 0x7FC00000, 0x7F800000),
     }
 )
 """The cache dtypes by the name that commands and manifests use."""
@@ -77,6 +78,8 @@ def cache_dtype_of(torch_dtype: torch.dtype) -> CacheDtype:
 
 def tensor_bits(states: torch.Tensor) -> np.ndarray:
     """View a CPU tensor of a cache dtype as unsigned integers of the same width, without a copy."""
+    import torch
+
     signed = torch.int16 if states.dtype.itemsize == 2 else torch.int32
     return states.detach().view(signed).numpy().view(f"<u{states.dtype.itemsize}")
 
@@ -97,4 +100,6 @@ def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
 
 def bits_tensor(bits: np.ndarray, torch_dtype: torch.dtype) -> torch.Tensor:
     """View an array of stored states (bits, float16 or float32) as a tensor of ``torch_dtype``, without a copy."""
+    import torch
+
     return torch.from_numpy(bits.view(f"i{torch_dtype.itemsize}")).view(torch_dtype)

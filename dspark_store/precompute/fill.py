@@ -37,18 +37,20 @@ from dspark_store.precompute.equality import check_equality_class, equality_clas
 from dspark_store.precompute.estimate import Volume, refuse_full_disk, weight_bytes
 from dspark_store.precompute.job import Job, check_identity
 from dspark_store.precompute.loaded import JobTarget
-from dspark_store.precompute.preview import source_reports
 from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
-from dspark_store.sources.source import Source
-from dspark_store.writers import EncodePipeline, StoreLock, complete_store, sweep_uncommitted, write_weights
-from dspark_store.writers.lock import LostLockError, check_lock
+from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store
+from dspark_store.writers.recovery import sweep_uncommitted
 from dspark_store.writers.states import state_ledger
+from dspark_store.writers.weights import write_weights
 
 _log = logging.getLogger(__name__)
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -189,20 +191,6 @@ def _shards_to_do(
         return missing
     costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], batch_size) for shard in missing}
     return longest_first(costs)
-
-
-def tell_refusals(source: Source) -> None:
-    """Warn of rows that a source has left out, with an example of each reason."""
-    for name, report in source_reports(source):
-        left_out = report.refused + report.dropped + report.too_few_supervised
-        if left_out:
-            _log.warning(
-                "%s%d of %d rows are left out: %d cannot be used, %d are too long, %d have too few supervised tokens",
-                *(f"{name}: " if name else "", left_out, report.read),
-                *(report.refused, report.dropped, report.too_few_supervised),
-            )
-        for reason in report.reasons.values():
-            _log.warning("the first of %d such rows: %s", reason.count, reason.examples[0])
 
 
 def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:

@@ -13,10 +13,11 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import Volume, estimate_lines
-from dspark_store.precompute.fill import fill_store, tell_refusals
+from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.report import print_report
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
@@ -24,7 +25,7 @@ from dspark_store.precompute.world import World, join_world
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.verify import verify_store
-from dspark_store.writers import sweep_finished
+from dspark_store.writers.recovery import sweep_finished
 
 
 def run(config: PrecomputeConfig) -> int:

@@ -13,7 +13,9 @@ import torch
 from dspark_store import open_cache
 from dspark_store.format.schema import COLUMNS, IDS, MASK
 from dspark_store.format.shard import read_tail
-from dspark_store.readers import Cache, Problem, read_weights, verify_store
+from dspark_store.readers.cache import Cache
+from dspark_store.readers.verify import Problem, verify_store
+from dspark_store.readers.weights import read_weights
 
 type Name = tuple[str, int | None]
 """What was read: a column of one sample, or an array of the index or a table of weights (None)."""

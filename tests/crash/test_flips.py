@@ -10,7 +10,7 @@ from crc32c import crc32c
 from dspark_store import open_cache
 from dspark_store.format.ledger import pack_array, unpack_array
 from dspark_store.format.schema import COLUMNS, LAST, LAYERS
-from dspark_store.readers import verify_store
+from dspark_store.readers.verify import verify_store
 from tests.crash.damage import (
     flipped,
     flips_of_all_kinds,

@@ -27,7 +27,7 @@ from dspark_store.format.schema import (
     STATE_LEDGER,
     TOKEN_LEDGER,
 )
-from dspark_store.readers import Cache
+from dspark_store.readers.cache import Cache
 from tests.stores import RAGGED, Shape, bits, build_store
 
 DUMP = Path(__file__).with_name("dump.py")

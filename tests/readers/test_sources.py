@@ -7,7 +7,9 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.choice import Split, choose_samples
-from dspark_store.writers import EncodePipeline, complete_store, settle_tokens, write_token_shard
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import BUFFER_BYTES, random_tokens, small_record, write_states
 
 ORIGINS = ((0, 1, 2, 1), (0, 2))

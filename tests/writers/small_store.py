@@ -12,15 +12,11 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.writers import (
-    EncodePipeline,
-    StateShardWriter,
-    TokenRows,
-    complete_store,
-    settle_tokens,
-    write_token_shard,
-    write_weights,
-)
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.states import StateShardWriter
+from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.weights import write_weights
 
 SEQ_LENGTH, SHARD_SIZE, HIDDEN_SIZE, CHUNK_TOKENS = 16, 4, 8, 8
 LAYER_IDS = (0, 1, 3)

@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers import StoreLock
 from dspark_store.writers import lock as lock_module
 from dspark_store.writers import process as process_module
-from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, check_lock
+from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, StoreLock, check_lock
 from dspark_store.writers.process import ProcessName
 
 

@@ -6,8 +6,10 @@ from dspark_store import open_cache
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers import verify_store
-from dspark_store.writers import EncodePipeline, complete_store, settle_tokens, write_token_shard
+from dspark_store.readers.verify import verify_store
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import (
     BUFFER_BYTES,
     LENGTHS,

@@ -6,8 +6,8 @@ from dspark_store import open_cache
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers import StoreLock, sweep_finished, sweep_uncommitted
-from dspark_store.writers.lock import LOCK_KEY
+from dspark_store.writers.lock import LOCK_KEY, StoreLock
+from dspark_store.writers.recovery import sweep_finished, sweep_uncommitted
 from tests.writers.small_store import small_record, write_small_store
 
 

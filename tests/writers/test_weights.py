@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers import read_weights
-from dspark_store.writers import write_weights
+from dspark_store.readers.weights import read_weights
+from dspark_store.writers.weights import write_weights
 from tests.writers.small_store import HIDDEN_SIZE, small_record
 
 EMBED, HEAD = "target/embed_tokens/weight/c.0.0", "target/lm_head/weight/c.0.0"

@@ -11,11 +11,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.refusals import source_reports
 from dspark_store.sources.blend import Blend
 from dspark_store.sources.chat import ON_BAD_ROW
 from dspark_store.sources.cutting import OVER_LONG, SIDES
 from dspark_store.sources.registry import build_source
-from dspark_store.sources.report import Reporting, SourceReport
+from dspark_store.sources.report import Reporting
 from dspark_store.sources.source import Sample, Source, SourceError
 from dspark_store.sources.specs import SourceContext, parse_source, read_words
 from dspark_store.sources.template import apply_chat_template_option
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
 
 
-def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> None:
-    """Print the samples that were asked for, or the report of the whole source.
+def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
+    """Print the samples that were asked for, or the report of the whole source; return 0.
 
     Args:
         given: the arguments.
@@ -72,13 +73,14 @@ def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> None:
     if given.report:
         _print_report(source, out)
         _refuse(source, 0.0 if given.on_bad_row == "error" else given.max_refused)
-        return
+        return 0
     for record in given.rows if given.rows is not None else range(min(FIRST_SAMPLES, len(source))):
         if not 0 <= record < len(source):
             raise SourceError(f"row {record} is not there; there are {len(source):,} rows, counted from 0")
         place = ", ".join(_places(source, record))
         title = f"row {record} ({place})" if place else f"row {record}"
         _print_sample(title, source.sample(record), tokenizer, out)
+    return 0
 
 
 def _vocab_size(target: TargetSource, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -154,17 +156,6 @@ def _print_report(source: Source, out: TextIO) -> None:
                 print(f"{share}, {share.left_out:,} left out", file=out)
     for name, report in source_reports(source):
         print("", *([f"part {name}"] if name else []), *report.lines(), sep="\n", file=out)
-
-
-def source_reports(source: Source) -> list[tuple[str, SourceReport]]:
-    """Return the reports of a source or, with their names, of the parts of a blend."""
-    if isinstance(source, Blend):
-        return [
-            ("/".join(filter(None, (part.name, name))), report)
-            for part in source.parts
-            for name, report in source_reports(part.source)
-        ]
-    return [("", source.report())] if isinstance(source, Reporting) else []
 
 
 def _refuse(source: Source, max_refused: float) -> None:

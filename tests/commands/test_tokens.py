@@ -7,7 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from dspark_store.cli import main
-from dspark_store.precompute.preview import add_arguments, show_tokens
+from dspark_store.commands.tokens import add_arguments
+from dspark_store.commands.tokens import run as run_command
 from tests.sources.words import CHAT, write_rows
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
@@ -56,7 +57,7 @@ def test_a_terminal_shows_what_is_supervised_in_colour(folder):
     add_arguments(parser)
     terminal = Terminal()
     model = str(folder / "it")
-    show_tokens(parser.parse_args([str(folder / "chats.jsonl"), "--target-model", model, "--rows", "1"]), terminal)
+    run_command(parser.parse_args([str(folder / "chats.jsonl"), "--target-model", model, "--rows", "1"]), terminal)
     assert "<|assistant|>\x1b[32myo ok<|end|>\x1b[0m<|user|>x<|end|>" in terminal.getvalue()
 
 

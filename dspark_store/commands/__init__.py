@@ -1,0 +1,1 @@
+"""The commands of ``dspark-store``, a module each: its arguments, and what it prints."""

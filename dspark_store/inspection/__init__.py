@@ -1,0 +1,1 @@
+"""What is in a store, whether it is true, and making it so again: what the commands stand on."""

@@ -1,0 +1,81 @@
+"""One function over every shard of a store: in the threads of this process, or on a dask cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_CONNECT_SECONDS = 20
+_IN_FLIGHT = 4
+
+
+def map_shards[Result](
+    task: Callable[[int], Result],
+    shards: Sequence[int],
+    *,
+    threads: int | None = None,
+    scheduler: str | None = None,
+) -> Generator[tuple[int, Result]]:
+    """Yield every shard with what ``task`` returned for it, as the results come, in any order.
+
+    In this process by ``threads`` threads, by default one a processor core. With a ``scheduler``, the address of a
+    dask.distributed one (``tcp://host:8786``), by its workers, which must see the store under the same path: ``task``
+    and its results are then pickled, and a shard whose worker is lost is done again by another. So a task must give the
+    same when it runs twice. What a task raises is raised here, and what has not begun is dropped. OSError when there is
+    no such scheduler, ImportError when the package is missing.
+    """
+    if scheduler is not None:
+        yield from _on_cluster(task, shards, scheduler)
+        return
+    workers = threads or len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="shard")
+    try:
+        todo = iter(shards)
+        running: dict[Future[Result], int] = {}
+        while True:
+            for shard in islice(todo, _IN_FLIGHT * workers - len(running)):
+                running[pool.submit(task, shard)] = shard
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _on_cluster[Result](
+    task: Callable[[int], Result], shards: Sequence[int], scheduler: str
+) -> Iterator[tuple[int, Result]]:
+    todo = iter(shards)
+    with _connect(scheduler) as client:
+        from distributed import as_completed
+
+        def submitted(most: int) -> list[Any]:
+            # pure=False: what a store was a moment ago is not what it is now
+            futures = {client.submit(task, shard, pure=False): shard for shard in islice(todo, most)}
+            shard_of.update({future.key: shard for future, shard in futures.items()})
+            return list(futures)
+
+        shard_of: dict[str, int] = {}
+        threads = sum(client.nthreads().values())
+        running = as_completed(submitted(_IN_FLIGHT * max(1, threads)), with_results=True, loop=client.loop)  # type: ignore[no-untyped-call]
+        for future, result in running:
+            yield shard_of.pop(future.key), result
+            running.update(submitted(1))  # type: ignore[no-untyped-call]
+
+
+def _connect(scheduler: str) -> Client:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ImportError("a --scheduler needs dask.distributed: pip install 'dspark-store[distributed]'") from error
+    try:
+        return Client(scheduler, timeout=_CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise OSError(f"no dask scheduler answers at {scheduler}: {str(error) or type(error).__name__}") from error

@@ -1,0 +1,36 @@
+"""What became of the rows that a source could not use."""
+
+from __future__ import annotations
+
+import logging
+
+from dspark_store.sources.blend import Blend
+from dspark_store.sources.report import Reporting, SourceReport
+from dspark_store.sources.source import Source
+
+_log = logging.getLogger(__name__)
+
+
+def source_reports(source: Source) -> list[tuple[str, SourceReport]]:
+    """Return the reports of a source or, with their names, of the parts of a blend."""
+    if isinstance(source, Blend):
+        return [
+            ("/".join(filter(None, (part.name, name))), report)
+            for part in source.parts
+            for name, report in source_reports(part.source)
+        ]
+    return [("", source.report())] if isinstance(source, Reporting) else []
+
+
+def tell_refusals(source: Source) -> None:
+    """Warn of rows that a source has left out, with an example of each reason."""
+    for name, report in source_reports(source):
+        left_out = report.refused + report.dropped + report.too_few_supervised
+        if left_out:
+            _log.warning(
+                "%s%d of %d rows are left out: %d cannot be used, %d are too long, %d have too few supervised tokens",
+                *(f"{name}: " if name else "", left_out, report.read),
+                *(report.refused, report.dropped, report.too_few_supervised),
+            )
+        for reason in report.reasons.values():
+            _log.warning("the first of %d such rows: %s", reason.count, reason.examples[0])
