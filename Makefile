@@ -33,11 +33,13 @@ bench: $(VENV)/dev.stamp ## measure the writers, and the loaders beside the peer
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loader_scale
 
-docs: ## check that the links in the documentation lead somewhere
-	@python=$$(.ci/python) && "$$python" .ci/check_links.py
+docs: $(VENV)/dev.stamp ## build the documentation site in ./site; warnings are errors
+	$(RUN) .ci/check_links.py
+	$(RUN) -m sphinx -W --keep-going -q -E docs site
+	@echo "open site/index.html"
 
 clean: ## remove what the other targets made, but for .venv
-	rm -rf demo build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/created.stamp:

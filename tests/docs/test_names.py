@@ -1,0 +1,65 @@
+"""What the pages name is there: flags, modules, files, targets of make."""
+
+import importlib.util
+import re
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+import dspark_store
+from dspark_store.cli import COMMANDS
+from dspark_store.precompute.arguments import OneLineParser
+from dspark_store.precompute.settings import settings
+from tests.docs.pages import PAGES, ROOT, blocks, name_of
+
+OTHER_FLAGS = {"help", "config", "cpus-per-task", "requeue", "signal"}  # of the parsers themselves, and of Slurm
+
+
+def command_flags():
+    """Return the flags of all commands of `dspark-store`."""
+    flags = set()
+    for entry in COMMANDS.values():
+        parser = OneLineParser()
+        entry.load().add_arguments(parser)
+        flags |= {option[2:] for action in parser._actions for option in action.option_strings}
+    return flags
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_flag_is_one_of_a_command(page):
+    text = re.sub(r"^#SBATCH.*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known = {name.replace("_", "-") for name in settings()} | OTHER_FLAGS | command_flags()
+    known |= {option[2:].replace("_", "-") for action in get_args_parser()._actions for option in action.option_strings}
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        source = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        known |= set(re.findall(r'"--([a-z-]+)"', source))
+    assert set(re.findall(r"(?<![\w`-])`?--([a-z][a-z-]*[a-z])", text)) - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_module_file_and_target_of_make_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    modules = set(re.findall(r"(?<![\w.])-m ((?:dspark_store|benchmarks)[\w.]*)", text))
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    names = set(re.findall(r"(?<![\w.])dspark_store\.([a-zA-Z]\w*)", text))
+    parts = {name for name in names if importlib.util.find_spec(f"dspark_store.{name}")}
+    assert [name for name in names - parts if not hasattr(dspark_store, name)] == []
+    paths = set(re.findall(r"`((?:dspark_store|docs|tests|benchmarks|writers|readers|\.ci)/[\w./-]+)`", text))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) - targets == set()
+
+
+def test_the_design_names_every_module_where_it_is():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (tree,) = (block for block in blocks(ROOT / "docs" / "design.md", "") if "pyproject.toml" in block.text)
+    assert tree.text in text
+    named: dict[str, set[str]] = {}
+    folder = ""
+    for line in tree.text.splitlines():
+        heading = re.match(r"\s*(\w+)/\s", line)
+        folder = heading[1] if heading else folder
+        named.setdefault(folder, set()).update(re.findall(r"(?<![\w/.])(\w+\.py)\b", line))
+    for folder in ("format", "precompute", "inspection", "sources", "target", "writers", "readers"):
+        there = {path.name for path in (ROOT / "dspark_store" / folder).glob("*.py")} - {"__init__.py"}
+        assert named[folder] == there, folder

@@ -1,0 +1,163 @@
+"""Every block that can be pasted is run, or says visibly that it is not, and why.
+
+The target that a command names is replaced by a tiny one. Every shell block runs in a fresh directory with the chats,
+the YAML files of the pages and, for the pages of the commands, a store.
+"""
+
+import contextlib
+import re
+import runpy
+import shutil
+import subprocess
+from collections import Counter
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from dspark_store.cli import main as dspark_store_command
+from dspark_store.precompute.__main__ import main as precompute
+from dspark_store.precompute.config import parse_arguments
+from dspark_store.sources.megatron.builder import PairBuilder
+from dspark_store.target.parallel import ParallelPlan
+from tests.docs.pages import PAGES, RUN_LANGUAGES, all_blocks, blocks, name_of
+from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, write_chats
+
+PRECOMPUTE = "dspark_store.precompute"
+MARKS = {"README.md": 1, "docs/index.md": 1, "docs/precompute.md": 4, "docs/sources.md": 1}
+"""How many blocks of each page are not run: each needs what a test does not have, such as eight GPUs, or a network."""
+RUN = [block for block in all_blocks("bash") if not block.reason]
+RANKED = [
+    (block, command.words) for block in all_blocks("bash") for command in block.commands if PRECOMPUTE in command.words
+]
+
+
+def test_the_blocks_that_are_not_run_are_counted():
+    assert Counter(block.page for block in all_blocks(*RUN_LANGUAGES) if block.reason) == MARKS
+
+
+def test_a_block_that_can_be_pasted_names_its_language():
+    languages = {
+        match for page in PAGES for match in re.findall(r"^```([^\s`]+)$", page.read_text("utf-8"), re.MULTILINE)
+    }
+    assert languages <= {*RUN_LANGUAGES, "text", "{toctree}", "{eval-rst}"}
+    assert not [block for block in all_blocks("toml") if not block.reason]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    """A directory with what the commands expect: the chats, the YAML files of the pages, and a tiny target."""
+    directory = tmp_path_factory.mktemp("stage")
+    save_target_dir(directory / "target", tiny_qwen3(max_position_embeddings=4096))
+    write_chats(directory / "chats.jsonl", 20)
+    for block in all_blocks("yaml"):
+        name = block.text.splitlines()[0].removeprefix("# ")
+        (directory / name).write_text(block.text, encoding="utf-8")
+    return directory
+
+
+def with_tiny_target(words):
+    """Replace the target or tokenizer that a command names."""
+    named = {"--target-model", "--tokenizer"}
+    return ["target" if before in named else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def run(words):
+    """Run a command in this process; return its exit code."""
+    if words[:3] == ["python", "-m", PRECOMPUTE]:
+        return precompute([*words[3:], "--target-model", "target", "--device", "cpu"])
+    assert words[0] == "dspark-store", f"{words} can be neither run here nor left unmarked"
+    try:
+        return dspark_store_command(with_tiny_target(words[1:]))
+    except SystemExit as end:  # of --help
+        return end.code
+
+
+@pytest.fixture(scope="module")
+def with_store(stage, tmp_path_factory):
+    """A directory in which the README's commands were run, so that its store is there."""
+    directory = tmp_path_factory.mktemp("readme")
+    shutil.copytree(stage, directory, dirs_exist_ok=True)
+    with contextlib.chdir(directory):
+        for command in (
+            command for block in blocks(PAGES[0], "bash") if not block.reason for command in block.commands
+        ):
+            assert run(command.words) == 0
+    return directory
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_the_commands_run(block, stage, with_store, tmp_path, capsys):
+    shutil.copytree(with_store if block.page.startswith("docs/commands/") else stage, tmp_path, dirs_exist_ok=True)
+    with contextlib.chdir(tmp_path):
+        for command in block.commands:
+            assert run(command.words) == command.exit_code, (command.words, capsys.readouterr())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("block", "words"), RANKED, ids=[f"{block} {' '.join(words[-4:])}" for block, words in RANKED])
+def test_every_precompute_command_is_understood_and_shares_out_its_ranks(block, words, stage):
+    with contextlib.chdir(stage):
+        config = parse_arguments(words[words.index(PRECOMPUTE) + 1 :])
+    config.check()
+    ranks = 1
+    if "torchrun" in words:
+        launcher = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+        nodes = re.search(r"^#SBATCH --nodes=(\d+)$", block.text, re.MULTILINE)
+        ranks = int(launcher.nproc_per_node) * int(nodes[1] if nodes else launcher.nnodes.split(":")[0])
+    plan = ParallelPlan(
+        ranks, fsdp=config.fsdp_size or 1, tp=config.tp_size, ep=config.ep_size, pp=config.pp_size
+    )  # refuses what does not divide
+    assert plan.crews >= 1
+
+
+@pytest.mark.parametrize("block", all_blocks("bash"), ids=str)
+def test_the_shell_blocks_are_shell_scripts(block):
+    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_the_yaml_files_are_configurations_or_sources(block, stage):
+    """What the sources in them are is tested in tests/sources/test_page.py."""
+    name = block.text.splitlines()[0].removeprefix("# ")
+    assert name.endswith(".yaml")
+    documents = list(yaml.safe_load_all(block.text))
+    if all(set(document) == {"input_data"} for document in documents):
+        return
+    with contextlib.chdir(stage):
+        parse_arguments(["-c", name]).check()
+
+
+@pytest.fixture(scope="module")
+def python_stage(with_store):
+    """The store, one of a blend, and a pair: what the Python snippets open."""
+    with contextlib.chdir(with_store):
+        write_chats("more.jsonl", 8, seed=1)
+        data = '[{"source": "chats.jsonl"}, {"source": "more.jsonl", "name": "code"}]'
+        assert run(["python", "-m", PRECOMPUTE, "--input-data", data, "--output-dir", "blended"]) == 0
+        with PairBuilder("corpus/books") as books:
+            books.add_document([7])
+    return with_store
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_the_python_snippets_run_one_after_the_other(page, python_stage, tmp_path):
+    lines: list[str] = []
+    for block in blocks(page, "python"):
+        assert not block.reason
+        lines += [""] * (block.line - len(lines)) + block.text.splitlines()
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n".join(lines), encoding="utf-8")
+    steps = []
+    with contextlib.chdir(python_stage):
+        left = runpy.run_path(str(script), {"step": lambda *tensors: steps.append(tensors)})
+    if page.name == "README.md":
+        assert left["batch"]["target_hidden_states"].shape == (3, 2, 256, HIDDEN_SIZE)
+    if page.name == "training.md":
+        assert [tuple(tensor.shape) for tensor in steps[0]] == [
+            (8, 4096),
+            (8, 4096),
+            (8, 4096, 3 * HIDDEN_SIZE),
+            (8, 4096, HIDDEN_SIZE),
+        ]
