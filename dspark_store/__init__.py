@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     )
     from dspark_store.dataset import CachedDSparkDataset, build_cached_dspark_dataloader, read_target_weight_modules
     from dspark_store.format.damage import DamagedStoreError
+    from dspark_store.format.problem import Part, Problem
     from dspark_store.readers.cache import Cache, open_cache
     from dspark_store.readers.loader import CacheLoader
-    from dspark_store.readers.verify import Problem, verify_store
+    from dspark_store.readers.verify import verify_store
     from dspark_store.readers.weights import TargetWeights, read_weights
     from dspark_store.sources.identity import chat_template_sha256 as tokenizer_chat_template_sha256
 
@@ -42,6 +43,7 @@ __all__ = [
     "CacheLoader",
     "CachedDSparkDataset",
     "DamagedStoreError",
+    "Part",
     "Problem",
     "TargetWeights",
     "build_cache_manifest",
@@ -68,7 +70,8 @@ _MODULES = {
     "CacheLoader": "readers.loader",
     "CachedDSparkDataset": "dataset",
     "DamagedStoreError": "format.damage",
-    "Problem": "readers.verify",
+    "Part": "format.problem",
+    "Problem": "format.problem",
     "TargetWeights": "readers.weights",
     "build_cached_dspark_dataloader": "dataset",
     "open_cache": "readers.cache",

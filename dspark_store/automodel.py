@@ -30,10 +30,11 @@ from dspark_store.format.manifest import (
 from dspark_store.format.metadata import ROOT_KEY, has_store, read_record, write_metadata
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
-from dspark_store.writers.states import StateShardWriter, state_ledger
-from dspark_store.writers.tokens import TokenRows, token_ledger, write_token_shard
+from dspark_store.writers.states import StateShardWriter
+from dspark_store.writers.tokens import TokenRows, write_token_shard
 from dspark_store.writers.weights import write_weights
 
 CACHE_KEYS = COLUMNS
@@ -273,7 +274,14 @@ def _store_shard(
 
 
 def _existing(storage: Storage) -> StoreRecord | None:
-    return read_record(storage) if has_store(storage) else None
+    if not has_store(storage):
+        return None
+    record = read_record(storage)
+    if record.copied_from is not None:
+        raise ValueError(
+            f"{storage} is a copy of another store, which nothing is written to: write to that one, and copy it again"
+        )
+    return record
 
 
 def _has_shards(storage: Storage, record: StoreRecord) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected
@@ -186,7 +186,7 @@ class BatchReader:
         layer = self._schema.layer_id(read.slot) if column == LAYERS else None
         where = f"{column if layer is None else f'{column}, layer {layer}'}, {hit} (shard {read.shard})"
         if not isinstance(error, OSError):
-            return DamagedStoreError(f"{where}: {error}")
+            return DamagedStoreError(f"{where}: {error}; {remedy(self._storage)}")
         key = column if column in self._foreign else object_key(column, read.shard, read.slot)
         if error.errno is None:
             return OSError(f"{where}: cannot read {key} of {self._storage}: {error}")

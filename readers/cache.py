@@ -12,7 +12,7 @@ import torch
 import zarr
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.manifest import Manifest
+from dspark_store.format.manifest import Manifest, StoreRecord
 from dspark_store.format.metadata import read_metadata, read_record, record_nodes
 from dspark_store.format.schema import (
     COLUMNS,
@@ -71,6 +71,16 @@ def _refuse_reduced_depth(cache: Cache) -> None:
         )
 
 
+def _refuse_incomplete(record: StoreRecord, storage: Storage) -> None:
+    if not record.complete:
+        job, mended = ("precompute", "the precompute again with --resume")
+        if record.copied_from is not None:
+            job, mended = ("copy", "dspark-store rechunk again")
+        raise ValueError(
+            f"store at {storage} is incomplete (its {job} was interrupted or still runs): run {mended} to finish it"
+        )
+
+
 class Cache:
     """A store's samples: ``len(cache)``, ``cache[i]``, and `read` for batches. Picklable: it travels as its path.
 
@@ -91,11 +101,8 @@ class Cache:
         self.storage = storage
         self.verify = verify
         self._allow_incomplete = allow_incomplete
-        if not allow_incomplete and not read_record(storage).complete:
-            raise ValueError(
-                f"store at {storage} is incomplete (its precompute was interrupted or still runs): "
-                "run the precompute again with --resume to finish it"
-            )
+        if not allow_incomplete:
+            _refuse_incomplete(read_record(storage), storage)
         metadata = read_metadata(storage)
         self.record = metadata.record
         self.index = StoreIndex(storage, self.record)
@@ -122,6 +129,11 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
+
+    @property
+    def can_train(self) -> bool:
+        """Whether all of its samples have states, so that a loader may give them."""
+        return self.record.complete
 
     @property
     def schema(self) -> StoreSchema:

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.digests import array_checksum, array_keys
-from dspark_store.format.ledger import Ledger, unpack_array
+from dspark_store.format.ledger import Ledger, counted_objects, distinct_bytes, unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import (
     INDEX_DIGEST,
@@ -69,7 +69,8 @@ class StoreIndex:
         return self._read(INDEX_STATUS, self._record.schema.final_index()[INDEX_STATUS])
 
     @cached_property
-    def _objects(self) -> np.ndarray:
+    def objects(self) -> np.ndarray:
+        """(shards, 3+K+1, 2) uint64: size and digest of every object of a complete store, both ledgers' rows joined."""
         return self._read(INDEX_OBJECTS, self._record.schema.final_index()[INDEX_OBJECTS])
 
     def committed(self) -> list[int]:
@@ -84,9 +85,8 @@ class StoreIndex:
 
     @cached_property
     def _shared(self) -> frozenset[tuple[int, int]]:
-        states = self._objects[:, len(TOKEN_OBJECTS) :]
-        same = (states[:, :-1] == states[:, -1:]).all(axis=2)
-        return frozenset(zip(*(axis.tolist() for axis in np.nonzero(same)), strict=True))
+        shared = ~counted_objects(self.objects[:, len(TOKEN_OBJECTS) :])
+        return frozenset(zip(*(axis.tolist() for axis in np.nonzero(shared)), strict=True))
 
     def is_shared(self, shard: int, slot: int) -> bool:
         """Tell whether a layer slot's object is that of the last hidden states: same size, same digest.
@@ -101,7 +101,7 @@ class StoreIndex:
         FileNotFoundError when the shard of a growing store is not committed.
         """
         if self._record.complete:
-            nbytes, digest = self._objects[shard, position]
+            nbytes, digest = self.objects[shard, position]
             return ObjectRecord(int(nbytes), int(digest))
         tokens = len(TOKEN_OBJECTS)
         path = TOKEN_LEDGER if position < tokens else STATE_LEDGER
@@ -110,8 +110,11 @@ class StoreIndex:
 
     def shard_bytes(self, shard: int) -> int:
         """Return the stored bytes of a committed shard; an object with two places counts once."""
-        positions = [0, 1, *range(len(TOKEN_OBJECTS), len(TOKEN_OBJECTS) + len(self._record.schema.state_objects))]
-        return sum(record.nbytes for record in {self.object_record(shard, position) for position in positions})
+        if self._record.complete:
+            row = self.objects[shard]
+        else:
+            row = np.concatenate([self._ledger_row(path, shard) for path in (TOKEN_LEDGER, STATE_LEDGER)])
+        return int(distinct_bytes(row[None]).sum())
 
     def _ledger_row(self, path: str, shard: int) -> np.ndarray:
         if (path, shard) not in self._rows:
@@ -127,6 +130,8 @@ class StoreIndex:
 
     def _read(self, path: str, spec: ArraySpec) -> np.ndarray:
         if array_checksum(self._storage, path, spec) != self._record.checksums.get(path):
-            raise DamagedStoreError(f"index array {path} of {self._storage} is not the one that was sealed")
+            raise DamagedStoreError(
+                f"index array {path} of {self._storage} is not the one that was sealed; {remedy(self._storage)}"
+            )
         (key,) = array_keys(path, spec)
         return unpack_array(self._storage.read(key), spec.data_type, spec.shape, key)

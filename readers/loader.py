@@ -90,7 +90,7 @@ class CacheLoader(IterableDataset[Batch]):
             raise ValueError("packed rows are read whole: positions cannot be given with shape 'packed'")
         if split is None and validation_fraction:
             raise ValueError(f"validation_fraction {validation_fraction} needs split='train' or split='validation'")
-        if not cache.record.complete:
+        if not cache.can_train:
             raise ValueError(f"store at {cache.storage} is incomplete: finish it before training from it")
         self.cache = cache
         self.batch_size = batch_size

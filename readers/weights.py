@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.digests import array_checksum, array_keys
 from dspark_store.format.dtypes import bits_tensor
 from dspark_store.format.manifest import StoreRecord
@@ -37,7 +37,9 @@ def _read_table(storage: Storage, record: StoreRecord, path: str) -> torch.Tenso
     dtype = record.schema.dtype
     spec = record.schema.weights(record.weights[path])
     if array_checksum(storage, path, spec) != record.checksums.get(path):
-        raise DamagedStoreError(f"target weights {path} of {storage} are not the ones that were written")
+        raise DamagedStoreError(
+            f"target weights {path} of {storage} are not the ones that were written; {remedy(storage)}"
+        )
     keys, rows = array_keys(path, spec), spec.chunk[0]
     table = np.empty((len(keys) * rows, *spec.shape[1:]), dtype.stored)
     for index, key in enumerate(keys):

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from dspark_store.format.dtypes import cache_dtype
-from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
-from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes, write_metadata
-from dspark_store.format.schema import StoreSchema, metadata_bytes
+from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record
+from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes, write_metadata, write_root
+from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
@@ -82,30 +82,43 @@ def build_store(
     weights: bool = True,
     shared_last: bool = True,
     spoiled: int | None = None,
+    sources: Sequence[str] = (),
+    bias: bool = False,
+    corpus: int = 0,
+    target: int = 0,
     fields: Mapping[str, Any] | None = None,
 ) -> BuiltStore:
     """Write a store of ``len(lengths)`` samples.
 
     ``until`` ends it in an earlier phase, ``without_shards`` leaves states uncommitted (then it stays in the states
     phase); ``shared_last`` makes the last slot's states the last hidden states; ``spoiled`` names a sample whose
-    states hold an infinity; ``fields`` are fields of the `StoreRecord`.
+    states hold an infinity; ``sources`` are given to the samples in turn; ``bias`` gives the head one; another
+    ``corpus`` or ``target`` is another run, with other tokens or other states; ``fields`` are fields of the
+    `StoreRecord`.
     """
-    schema, torch_dtype = _schema(shape, dtype, codec), cache_dtype(dtype).torch_dtype
+    schema, torch_dtype = _schema(shape, dtype, codec, sources), cache_dtype(dtype).torch_dtype
     record = replace(StoreRecord(STORE_ID, schema, manifest={"pad_token_id": PAD}), **(fields or {}))
-    samples = [make_sample(index, size, schema, shared_last, index == spoiled) for index, size in enumerate(lengths)]
-    embed = numbers(11, (shape.vocab, shape.hidden_size)).to(torch_dtype)
-    head = embed if tied else numbers(12, (shape.vocab, shape.hidden_size)).to(torch_dtype)
+    samples = [
+        make_sample(index + 50 * corpus, size, schema, shared_last, index == spoiled, target)
+        for index, size in enumerate(lengths)
+    ]
+    embed = numbers(11 + 50 * target, (shape.vocab, shape.hidden_size)).to(torch_dtype)
+    head = embed if tied else numbers(12 + 50 * target, (shape.vocab, shape.hidden_size)).to(torch_dtype)
+    head_bias = numbers(13 + 50 * target, (shape.vocab,)).to(torch_dtype) if bias else None
     storage = LocalStorage(directory)
     shards = [samples[first : first + shape.shard_size] for first in range(0, len(samples), shape.shard_size)]
     with patch.object(os, "fsync"):  # most of the time, and no test cuts the power
         write_metadata(storage, record)
         for shard, members in enumerate(shards):
-            write_token_shard(storage, record, shard, token_rows(members), cursor=100 * (shard + 1))
+            numbered = range(shard * shape.shard_size, shard * shape.shard_size + len(members))
+            origins = [number % len(sources) for number in numbered] if sources else []
+            rows = replace(token_rows(members), sources=origins)
+            write_token_shard(storage, record, shard, rows, cursor=100 * (shard + 1))
         if until == "tokens":
             return BuiltStore(directory, record, samples, embed, head)
         record = settle_tokens(storage, record)
         if weights:
-            record = write_weights(storage, record, embed, head, tied=tied)
+            record = write_weights(storage, record, embed, head, head_bias, tied=tied)
             write_metadata(storage, record)
         for shard, members in enumerate(shards):
             if shard not in without_shards:
@@ -115,7 +128,7 @@ def build_store(
     return BuiltStore(directory, record, samples, embed, head)
 
 
-def _schema(shape: Shape, dtype: str, codec: str) -> StoreSchema:
+def _schema(shape: Shape, dtype: str, codec: str, sources: Sequence[str]) -> StoreSchema:
     return StoreSchema(
         num_samples=0,
         shard_size=shape.shard_size,
@@ -126,6 +139,7 @@ def _schema(shape: Shape, dtype: str, codec: str) -> StoreSchema:
         dtype=cache_dtype(dtype),
         codec=codec,
         chunk_tokens=shape.chunk_tokens,
+        sources=tuple(sources),
     )
 
 
@@ -160,13 +174,13 @@ def token_rows(members: Sequence[Sample]) -> TokenRows:
 
 
 def make_sample(
-    index: int, length: int, schema: StoreSchema, shared_last: bool = True, spoiled: bool = False
+    index: int, length: int, schema: StoreSchema, shared_last: bool = True, spoiled: bool = False, target: int = 0
 ) -> Sample:
     """Return the sample number ``index``: every element follows from its place."""
     ids = ((np.arange(length) * 7 + index * 31) % 1000).astype(np.int32)
     mask = ((np.arange(length) + index) % 3 > 0).astype(np.uint8)
     dtype = schema.dtype.torch_dtype
-    states = numbers(100 + index, (schema.num_layers + 1, length, schema.hidden_size)).to(dtype)
+    states = numbers(100 + 1000 * target + index, (schema.num_layers + 1, length, schema.hidden_size)).to(dtype)
     if spoiled and length:
         states[0, 0, 0] = float("inf")
     layers, last = states[:-1], states[-1]
@@ -225,8 +239,7 @@ def reseal(storage: LocalStorage) -> None:
     attributes = root["attributes"][ATTRIBUTE]
     paths = record_nodes(parse_record(attributes, "a test"))
     nodes = {path: json.loads(storage.read(node_key(path))) for path in paths}
-    attributes["seal"] = seal_digest(attributes, nodes)
-    storage.put(ROOT_KEY, metadata_bytes(root))
+    write_root(storage, attributes, nodes)
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +27,37 @@ STALE_SECONDS = 120.0
 
 class LostLockError(RuntimeError):
     """Another job has taken the store over; this one must not write to it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """Who a store's lock names. ``taken`` is when, in seconds since 1970, if the lock says so.
+
+    ``age_seconds`` have passed since its last sign of life. ``stale`` locks are taken over by the next job: the process
+    is gone, or of another host and silent for too long.
+    """
+
+    host: str
+    pid: int
+    taken: float | None
+    age_seconds: float
+    stale: bool
+
+
+def read_holder(storage: LocalStorage) -> LockHolder | None:
+    """Return who holds a store, None when nobody does or the lock names nobody; writes nothing.
+
+    So the age is by this host's clock, and not by that of the file system, which `StoreLock` goes by.
+    """
+    path = storage.path(LOCK_KEY)
+    try:
+        found, age = path.read_bytes(), max(0.0, time.time() - path.stat().st_mtime)
+        name = ProcessName.from_json(found)
+    except (FileNotFoundError, ValueError):
+        return None
+    taken = json.loads(found).get("taken")
+    since = taken / 1e9 if isinstance(taken, int) else None
+    return LockHolder(name.host, name.pid, since, age, stale=_living_holder(found, age) is None)
 
 
 class StoreLock:

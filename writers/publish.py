@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from dspark_store.format.schema import (
     INDEX_STATUS,
     INDEX_SUPERVISED,
     ArraySpec,
+    StoreSchema,
 )
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
-from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import read_shard_sources, read_token_shard, token_ledger
+from dspark_store.writers.ledgers import state_ledger, token_ledger
+from dspark_store.writers.tokens import TokenRows, read_shard_sources, read_token_shard
 
 STATUS_GOOD, STATUS_NONFINITE = 0, 1
 
@@ -44,23 +45,51 @@ def settle_tokens(storage: Storage, record: StoreRecord) -> StoreRecord:
     schema = record.schema.settled(sum(counts))
     manifest = {**record.manifest, "num_samples": schema.num_samples}
     record = replace(record, schema=schema, manifest=manifest, phase="states")
-    lengths, supervised, digests, sources = [], [], [], [np.empty(0, np.uint16)]
-    for shard in shards:
-        rows = read_token_shard(storage, record, shard)
-        lengths += rows.lengths
-        supervised += [int(mask.sum()) for mask in rows.masks]
-        digests += rows.digests()
-        if schema.sources:
-            sources.append(read_shard_sources(storage, record, shard, rows))
-    values = {
-        INDEX_LENGTH: np.array(lengths, np.int32),
-        INDEX_SUPERVISED: np.array(supervised, np.int32),
-        INDEX_DIGEST: np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2),
-        INDEX_SOURCE: np.concatenate(sources),
-    }
-    record = _write_index(storage, record, schema.token_index(), values)
+    values = token_index_values(schema, [_read_summary(storage, record, shard) for shard in shards])
+    record = write_index(storage, record, schema.token_index(), values)
     write_metadata(storage, record)
     return record
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSummary:
+    """What the index says of a shard's tokens: (rows,) lengths and supervised int32, (rows, 2) digests uint64.
+
+    ``sources`` is (rows,) uint16, empty in a store of one source.
+    """
+
+    lengths: np.ndarray
+    supervised: np.ndarray
+    digests: np.ndarray
+    sources: np.ndarray
+
+
+def summarise_tokens(rows: TokenRows, sources: np.ndarray) -> TokenSummary:
+    """Return what the index says of a shard with these tokens, whose rows come from ``sources``, (rows,) uint16."""
+    return TokenSummary(
+        np.array(rows.lengths, np.int32),
+        np.array([int(mask.sum()) for mask in rows.masks], np.int32),
+        np.frombuffer(b"".join(rows.digests()), "<u8").reshape(-1, 2),
+        sources,
+    )
+
+
+def _read_summary(storage: Storage, record: StoreRecord, shard: int) -> TokenSummary:
+    rows = read_token_shard(storage, record, shard)
+    several = record.schema.sources
+    return summarise_tokens(
+        rows, read_shard_sources(storage, record, shard, rows) if several else np.empty(0, np.uint16)
+    )
+
+
+def token_index_values(schema: StoreSchema, shards: Sequence[TokenSummary]) -> dict[str, np.ndarray]:
+    """Return the values of the token columns of the index, by path, from all shards in order."""
+    values = {
+        INDEX_LENGTH: np.concatenate([shard.lengths for shard in shards]),
+        INDEX_SUPERVISED: np.concatenate([shard.supervised for shard in shards]),
+        INDEX_DIGEST: np.concatenate([shard.digests for shard in shards]),
+    }
+    return {**values, INDEX_SOURCE: np.concatenate([shard.sources for shard in shards])} if schema.sources else values
 
 
 def complete_store(storage: Storage, record: StoreRecord) -> StoreRecord:
@@ -80,7 +109,7 @@ def complete_store(storage: Storage, record: StoreRecord) -> StoreRecord:
         bad = _check_shard(storage, record, shard, table[shard])
         status[[shard * schema.shard_size + row for row in bad]] = STATUS_NONFINITE
     values = {INDEX_STATUS: status, INDEX_OBJECTS: table}
-    record = _write_index(storage, record, schema.final_index(), values)
+    record = write_index(storage, record, schema.final_index(), values)
     record = replace(record, phase="complete", declared_complete=True)
     write_metadata(storage, record)
     return record
@@ -100,9 +129,10 @@ def _check_shard(storage: Storage, record: StoreRecord, shard: int, table: np.nd
     return bad
 
 
-def _write_index(
+def write_index(
     storage: Storage, record: StoreRecord, specs: Mapping[str, ArraySpec], values: Mapping[str, np.ndarray]
 ) -> StoreRecord:
+    """Write these arrays of the index; return the record with their checksums, for the caller to write."""
     for path, spec in specs.items():
         (key,) = array_keys(path, spec)
         storage.put(key, pack_array(values[path].astype(spec.data_type, copy=False)))

@@ -8,9 +8,8 @@ import re
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
-from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import token_ledger
 
 _OBJECT_NAME = re.compile(r"c\.(\d+)(\.\d+)+")
 

@@ -12,11 +12,11 @@ import torch
 
 from dspark_store.format.codecs import EncodedChunk, Plain
 from dspark_store.format.dtypes import all_finite, bits_tensor, tensor_bits
-from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.schema import STATE_LEDGER, StateObject, StoreSchema
+from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ShardWriter
 from dspark_store.format.storage import Storage
+from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.pipeline import EncodePipeline
 
 _TASK_BYTES = 2 * 1024 * 1024  # smaller chunks are encoded several at a time: a task has a cost of its own
@@ -56,11 +56,6 @@ class FinishedObjects:
 
 class NonFiniteError(ValueError):
     """A sample's states are not finite in the cache dtype, and the caller asked to stop at that."""
-
-
-def state_ledger(storage: Storage, schema: StoreSchema) -> Ledger:
-    """Return the ledger of the states phase."""
-    return Ledger(storage, STATE_LEDGER, len(schema.state_objects))
 
 
 def publish_states(storage: Storage, schema: StoreSchema, shard: int, parts: Sequence[FinishedObjects]) -> ShardReport:

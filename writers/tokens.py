@@ -10,7 +10,6 @@ import numpy as np
 from dspark_store.format.codecs import EncodedChunk
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.digests import sample_digest, shard_digest
-from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import (
@@ -20,13 +19,12 @@ from dspark_store.format.schema import (
     MASK_FILL,
     SHARD_SOURCES,
     SOURCE_FILL,
-    TOKEN_LEDGER,
-    TOKEN_OBJECTS,
     StoreSchema,
     object_key,
 )
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, Place, ShardWriter
 from dspark_store.format.storage import Storage
+from dspark_store.writers.ledgers import token_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +56,38 @@ class TokenRows:
         return [len(ids) for ids in self.ids]
 
 
-def token_ledger(storage: Storage) -> Ledger:
-    """Return the ledger of the token phase."""
-    return Ledger(storage, TOKEN_LEDGER, len(TOKEN_OBJECTS))
-
-
-def write_token_shard(storage: Storage, record: StoreRecord, shard: int, rows: TokenRows, cursor: int) -> None:
+def write_token_shard(
+    storage: Storage, record: StoreRecord, shard: int, rows: TokenRows, cursor: int, *, read_back: bool = False
+) -> None:
     """Write and commit one shard of tokens.
 
-    ``cursor`` is where the source goes on after it. FileExistsError when the shard is committed already, ValueError
-    when the rows' sources are not those of a store with several.
+    ``cursor`` is where the source goes on after it. With ``read_back``, what was written is read from the disk before
+    it is committed, DamagedStoreError where it is something else. FileExistsError when the shard is committed already,
+    ValueError when the rows' sources are not those of a store with several.
     """
     schema = record.schema
-    sources = _source_numbers(schema, rows) if schema.sources else None
+    if schema.sources:
+        _check_sources(schema, rows)
     digest = rows.digest
     records = [
         _write_column(storage, schema, IDS, shard, rows.ids, record.store_id, digest),
         _write_column(storage, schema, MASK, shard, rows.masks, record.store_id, digest),
         ObjectRecord(cursor, len(rows)),
     ]
-    if sources is not None:
-        label = ObjectLabel(record.store_id, (_sources_place(shard),), len(rows), digest)
-        _write_object(storage, sources_key(shard), [schema.chain(SHARD_SOURCES).encode(sources)], 1, label)
+    if schema.sources:
+        write_shard_sources(storage, record, shard, rows.sources, digest)
+    if read_back:
+        _check_written(storage, record, shard, rows, records)
     token_ledger(storage).publish(shard, records)
+
+
+def _check_written(
+    storage: Storage, record: StoreRecord, shard: int, rows: TokenRows, records: Sequence[ObjectRecord]
+) -> None:
+    found = _read_rows(storage, record, shard, records)
+    sources = read_shard_sources(storage, record, shard, rows) if record.schema.sources else rows.sources
+    if found.digests() != rows.digests() or list(sources) != list(rows.sources):
+        raise DamagedStoreError(f"tokens of shard {shard} of {storage} read back other than they were written")
 
 
 def sources_key(shard: int) -> str:
@@ -92,14 +99,19 @@ def _sources_place(shard: int) -> Place:
     return Place(SHARD_SOURCES, 0, None, shard)
 
 
-def _source_numbers(schema: StoreSchema, rows: TokenRows) -> np.ndarray:
+def _check_sources(schema: StoreSchema, rows: TokenRows) -> None:
     if len(rows.sources) != len(rows) or not all(0 <= source < len(schema.sources) for source in rows.sources):
         raise ValueError(
             f"each of {len(rows)} rows must have a source below {len(schema.sources)}, got {list(rows.sources)}"
         )
-    numbers = np.full(schema.shard_size, SOURCE_FILL, "<u2")
-    numbers[: len(rows)] = rows.sources
-    return numbers
+
+
+def write_shard_sources(storage: Storage, record: StoreRecord, shard: int, sources: Sequence[int], tokens: str) -> None:
+    """Write the object that holds the number of each row's source; ``tokens`` is the digest of the shard's tokens."""
+    numbers = np.full(record.schema.shard_size, SOURCE_FILL, "<u2")
+    numbers[: len(sources)] = sources
+    label = ObjectLabel(record.store_id, (_sources_place(shard),), len(sources), tokens)
+    _write_object(storage, sources_key(shard), [record.schema.chain(SHARD_SOURCES).encode(numbers)], 1, label)
 
 
 def _write_column(
@@ -156,9 +168,13 @@ def read_shard_sources(storage: Storage, record: StoreRecord, shard: int, rows: 
 def read_token_shard(storage: Storage, record: StoreRecord, shard: int) -> TokenRows:
     """Read a committed token shard back; DamagedStoreError naming the object when it is not what was written."""
     row = token_ledger(storage).row(shard)
-    count = int(row[2, 1])
-    ids = _read_column(storage, record, IDS, shard, count, ObjectRecord(int(row[0, 0]), int(row[0, 1])))
-    masks = _read_column(storage, record, MASK, shard, count, ObjectRecord(int(row[1, 0]), int(row[1, 1])))
+    return _read_rows(storage, record, shard, [ObjectRecord(int(nbytes), int(digest)) for nbytes, digest in row])
+
+
+def _read_rows(storage: Storage, record: StoreRecord, shard: int, ledger_row: Sequence[ObjectRecord]) -> TokenRows:
+    ids_record, mask_record, cursor = ledger_row
+    ids = _read_column(storage, record, IDS, shard, cursor.digest, ids_record)
+    masks = _read_column(storage, record, MASK, shard, cursor.digest, mask_record)
     lengths = [int((values != ID_FILL).sum()) for values in ids]
     if any(length != int((mask != MASK_FILL).sum()) for length, mask in zip(lengths, masks, strict=True)):
         raise DamagedStoreError(f"ids and masks of shard {shard} differ in length")

@@ -13,6 +13,7 @@ import numpy as np
 from crc32c import crc32c
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.schema import IDS, MASK, TOKEN_OBJECTS
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
 
@@ -36,21 +37,44 @@ def unpack_array(stored: bytes, dtype: str, shape: tuple[int, ...], key: str) ->
     return np.frombuffer(payload, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
+def counted_objects(states: np.ndarray) -> np.ndarray:
+    """Tell which state objects are not that of the last hidden states over again: (shards, K+1) bool.
+
+    ``states`` are rows of the state ledger, (shards, K+1, 2) uint64. A captured last layer has one object with the last
+    hidden states, at two places with the same size and digest: it counts once, as that of the last hidden states.
+    """
+    counted: np.ndarray = (states != states[:, -1:]).any(axis=2)
+    counted[:, -1] = True
+    return counted
+
+
+def distinct_bytes(rows: np.ndarray) -> np.ndarray:
+    """Return the stored bytes of each object of the joined rows (shards, 3+K+1, 2): the same shape without fields.
+
+    An object with two places counts once, see `counted_objects`; the entry that is no object counts nothing.
+    """
+    sizes: np.ndarray = rows[:, :, 0].copy()
+    tokens = len(TOKEN_OBJECTS)
+    sizes[:, [position for position, name in enumerate(TOKEN_OBJECTS) if name not in (IDS, MASK)]] = 0
+    sizes[:, tokens:][~counted_objects(rows[:, tokens:])] = 0
+    return sizes
+
+
 class Ledger:
     """The ledger of one phase, kept in the array at ``path`` with ``objects`` entries a row."""
 
     def __init__(self, storage: Storage, path: str, objects: int) -> None:
         self._storage = storage
-        self._path = path
+        self.path = path
         self._objects = objects
 
     def key(self, shard: int) -> str:
         """Return the key of a shard's row."""
-        return f"{self._path}/c.{shard}.0.0"
+        return f"{self.path}/c.{shard}.0.0"
 
     def committed(self) -> list[int]:
         """Return the committed shards, ascending; one listing."""
-        matches = (_ROW_NAME.fullmatch(name) for name in self._storage.list(self._path))
+        matches = (_ROW_NAME.fullmatch(name) for name in self._storage.list(self.path))
         return sorted(int(match.group(1)) for match in matches if match)
 
     def row(self, shard: int) -> np.ndarray:
@@ -62,7 +86,7 @@ class Ledger:
         """Commit a shard; FileExistsError when it is committed already."""
         row = np.array([(record.nbytes, record.digest) for record in records], np.uint64)
         if row.shape != (self._objects, 2):
-            raise ValueError(f"a row of {self._path} has {self._objects} objects, got {len(records)}")
+            raise ValueError(f"a row of {self.path} has {self._objects} objects, got {len(records)}")
         self._storage.put_new(self.key(shard), pack_array(row))
 
     def retract(self, shard: int) -> None:

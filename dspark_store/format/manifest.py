@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
 from dspark_store.format.damage import DamagedStoreError
@@ -45,10 +45,41 @@ def mismatch_fields(recorded: Manifest, manifest: Manifest, ignore: frozenset[st
     return sorted(name for name in fields if recorded.get(name) != manifest.get(name))
 
 
-def identity_digest(manifest: Manifest) -> str:
-    """Return the store id that a manifest gives: 32 hexadecimal digits over all that identity is."""
+@dataclass(frozen=True, slots=True)
+class CopiedFrom:
+    """The store that a copy was made from, whose ``seal`` tells it from every other, and how that one was laid out.
+
+    ``capture_shard_size`` is R of the store that was captured: batches were formed inside of its shards, and a copy of
+    a copy still knows it.
+    """
+
+    store_id: str
+    seal: str
+    capture_shard_size: int
+    shard_size: int
+    codec: str
+    chunk_tokens: int
+    layer_ids: tuple[int, ...]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the attribute ``copied_from``."""
+        return {**asdict(self), "layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, JsonValue]) -> CopiedFrom:
+        """Read the attribute back; KeyError or TypeError when it is not one."""
+        known = {name: fields[name] for name in cls.__dataclass_fields__ if name != "layer_ids"}
+        return cls(**known, layer_ids=tuple(cast("list[int]", fields["layer_ids"])))  # type: ignore[arg-type]
+
+
+def identity_digest(manifest: Manifest, copied_from: CopiedFrom | None = None) -> str:
+    """Return the store id that a manifest gives: 32 hexadecimal digits over all that identity is.
+
+    A copy's is also over what it was copied from, so that it is never that of a capture.
+    """
     exempt = BOOKKEEPING_FIELDS | RECORDED_FIELDS | SETTLED_FIELDS
-    return json_digest({name: value for name, value in manifest.items() if name not in exempt})
+    identity = {name: value for name, value in manifest.items() if name not in exempt}
+    return json_digest(identity if copied_from is None else {**identity, "copied_from": copied_from.to_json()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +89,7 @@ class StoreRecord:
     ``phase`` says how far the store is; ``declared_complete`` what its writer last said in the manifest, which counts
     once every shard is there. ``schema`` is the shape of its arrays, ``weights`` the shapes of the target's tables
     by path, ``checksums`` a digest over the stored objects of each array that has no ledger row (index, weights).
+    ``copied_from`` is there in a store that `dspark-store rechunk` made.
     """
 
     store_id: str
@@ -70,6 +102,7 @@ class StoreRecord:
     producers: tuple[Mapping[str, JsonValue], ...] = ()
     weights: Mapping[str, Sequence[int]] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
+    copied_from: CopiedFrom | None = None
 
     @property
     def complete(self) -> bool:
@@ -81,12 +114,18 @@ class StoreRecord:
         """The id of the target's last layer, whose feature is the state after the final norm."""
         return operator.index(self.manifest["num_hidden_layers"]) - 1  # type: ignore[arg-type] # an int in JSON
 
+    @property
+    def capture_shard_size(self) -> int:
+        """The samples of a shard when the states were captured: batches were formed inside of such shards."""
+        return self.schema.shard_size if self.copied_from is None else self.copied_from.capture_shard_size
+
     def with_checksums(self, checksums: Mapping[str, str]) -> StoreRecord:
         """Return a copy with these checksums added."""
         return replace(self, checksums={**self.checksums, **checksums})
 
     def attributes(self) -> dict[str, JsonValue]:
         """Return the value of the attribute ``dspark_store``, without its seal."""
+        copied = {} if self.copied_from is None else {"copied_from": self.copied_from.to_json()}
         return {
             "format_version": FORMAT_VERSION,
             "store_id": self.store_id,
@@ -100,8 +139,15 @@ class StoreRecord:
             "semantics": SEMANTICS,
             "producers": [dict(producer) for producer in self.producers],
             "weights": {path: list(shape) for path, shape in self.weights.items()},
-            "checksums": dict(self.checksums),
+            "checksums": self._checksums_in_order(),
+            **copied,
         }
+
+    def _checksums_in_order(self) -> dict[str, JsonValue]:
+        """Return the checksums as a store gets them when nothing is ever repaired, so that one that was is the same."""
+        first, last = self.schema.token_index(), self.schema.final_index()
+        ordered = sorted(self.checksums, key=lambda path: 0 if path in first else 2 if path in last else 1)
+        return {path: self.checksums[path] for path in ordered}
 
 
 def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord:
@@ -112,6 +158,7 @@ def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord
             f"store at {where} has format_version {version!r}, this version of dspark-store reads {FORMAT_VERSION}; "
             "run the precompute again, or install the version that wrote it"
         )
+    copied = cast("Mapping[str, JsonValue] | None", attributes.get("copied_from"))
     try:
         return StoreRecord(
             store_id=cast(str, attributes["store_id"]),
@@ -124,9 +171,19 @@ def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord
             producers=tuple(cast("list[Mapping[str, JsonValue]]", attributes["producers"])),
             weights=cast(Mapping[str, Sequence[int]], attributes["weights"]),
             checksums=cast(Mapping[str, str], attributes["checksums"]),
+            copied_from=None if copied is None else CopiedFrom.from_json(copied),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedStoreError(f"zarr.json of the store at {where} is malformed: {error!r}") from error
+
+
+def refuse_unfinished_copy(record: StoreRecord, where: str) -> None:
+    """Raise ValueError when a store is a copy that was interrupted: only what began it can finish it."""
+    if record.copied_from is not None and not record.complete:
+        raise ValueError(
+            f"{where} holds an unfinished copy of another store: go on with dspark-store rechunk, or choose another "
+            "directory"
+        )
 
 
 def seal_digest(attributes: Mapping[str, JsonValue], nodes: Mapping[str, JsonValue]) -> str:

@@ -7,13 +7,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
 from dspark_store.format.schema import group_document, metadata_bytes
 from dspark_store.format.storage import Storage
 
 ROOT_KEY = "zarr.json"
+COPY_KEY = "ledger/states/root.json"
+"""A copy of the root's ``zarr.json``, in the folder of an array, where no Zarr reader looks for nodes."""
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
 
@@ -53,20 +55,36 @@ def record_nodes(record: StoreRecord) -> Nodes:
 
 
 def write_metadata(storage: Storage, record: StoreRecord) -> None:
-    """Write the nodes that are new or differ, then the root with its seal: the root is the commit."""
+    """Write the nodes that are new or differ, then the root with its seal: the root is the commit.
+
+    The copy of the root is written before it. So a complete store has an equal one whatever was interrupted, and a copy
+    that is ahead of its root speaks of nothing that is not there.
+    """
     nodes = record_nodes(record)
     for path, document in nodes.items():
         key, data = node_key(path), metadata_bytes(document)
         if not storage.exists(key) or storage.read(key) != data:
             storage.put(key, data)
-    attributes = record.attributes()
-    sealed = {**attributes, "seal": seal_digest(attributes, nodes)}
-    storage.put(ROOT_KEY, metadata_bytes(group_document({ATTRIBUTE: sealed})))
+    write_root(storage, {**record.attributes(), "root_copy": COPY_KEY}, nodes)
+
+
+def write_root(storage: Storage, attributes: Mapping[str, JsonValue], nodes: Nodes) -> None:
+    """Seal the attributes together with the nodes, and write them: the copy of the root first, then the root."""
+    body = {name: value for name, value in attributes.items() if name != "seal"}
+    sealed = {**body, "seal": seal_digest(body, nodes)}
+    data = metadata_bytes(group_document({ATTRIBUTE: sealed}))
+    storage.put(COPY_KEY, data)
+    storage.put(ROOT_KEY, data)
 
 
 def read_record(storage: Storage) -> StoreRecord:
     """Read the root's attributes only; FileNotFoundError when there is no store."""
     return parse_record(_root_attributes(storage), str(storage))
+
+
+def read_seal(storage: Storage) -> str:
+    """Read the root's seal, which in a complete store tells its content from any other; FileNotFoundError as above."""
+    return str(_root_attributes(storage).get("seal"))
 
 
 def read_metadata(storage: Storage) -> StoreMetadata:
@@ -91,10 +109,14 @@ def _read_metadata(storage: Storage) -> StoreMetadata:
     try:
         paths = list(record_nodes(record))
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        raise DamagedStoreError(f"{ROOT_KEY} of {storage} describes an impossible layout: {error}") from error
+        raise DamagedStoreError(
+            f"{ROOT_KEY} of {storage} describes an impossible layout: {error}; {remedy(storage)}"
+        ) from error
     nodes = {path: _read_document(storage, node_key(path)) for path in paths}
     if attributes.get("seal") != seal_digest(attributes, nodes):
-        raise DamagedStoreError(f"the seal of the store at {storage} does not hold: a zarr.json in it was changed")
+        raise DamagedStoreError(
+            f"the seal of the store at {storage} does not hold: a zarr.json in it was changed; {remedy(storage)}"
+        )
     return StoreMetadata(record, nodes)
 
 
@@ -107,7 +129,7 @@ def _root_attributes(storage: Storage) -> Mapping[str, JsonValue]:
     try:
         document = _read_document(storage, ROOT_KEY)
     except DamagedStoreError as error:
-        if storage.exists(ROOT_KEY):
+        if storage.exists(ROOT_KEY) or storage.exists(COPY_KEY):
             raise
         raise FileNotFoundError(f"manifest not found: {storage} holds no dspark-store (no zarr.json)") from error
     attributes = document.get("attributes")
@@ -126,9 +148,9 @@ def _read_document(storage: Storage, key: str) -> dict[str, JsonValue]:
     try:
         document = json.loads(storage.read(key))
     except FileNotFoundError as error:
-        raise DamagedStoreError(f"object {key} is missing from {storage}") from error
+        raise DamagedStoreError(f"object {key} is missing from {storage}; {remedy(storage)}") from error
     except ValueError as error:
-        raise DamagedStoreError(f"object {key} of {storage} is not JSON: {error}") from error
+        raise DamagedStoreError(f"object {key} of {storage} is not JSON: {error}; {remedy(storage)}") from error
     if not isinstance(document, dict):
-        raise DamagedStoreError(f"object {key} of {storage} is not a JSON object")
+        raise DamagedStoreError(f"object {key} of {storage} is not a JSON object; {remedy(storage)}")
     return document

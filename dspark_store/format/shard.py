@@ -122,7 +122,7 @@ class ShardWriter:
     def finish(self, label: ObjectLabel) -> ObjectRecord:
         """Append trailer and index and commit the object: fsync, rename, fsync of the directory."""
         header = label.header()
-        length = len(_MAGIC) * 2 + 8 + len(header) + self._crcs.nbytes
+        length = _trailer_bytes(header, len(self._crcs))
         trailer = b"".join(
             [_MAGIC, struct.pack("<I", len(header)), header, self._crcs.tobytes(), struct.pack("<I", length), _MAGIC]
         )
@@ -196,6 +196,15 @@ def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
         label=parse_label(tail[len(_MAGIC) + 4 : header_end]),
         record=ObjectRecord(size, _digest(tail)),
     )
+
+
+def tail_bytes(label: ObjectLabel, slots: int) -> int:
+    """Return the bytes of an object's trailer and index: what it has beside its chunks, for which it has ``slots``."""
+    return _trailer_bytes(label.header(), slots) + 16 * slots + 4
+
+
+def _trailer_bytes(header: bytes, slots: int) -> int:
+    return len(_MAGIC) * 2 + 8 + len(header) + 4 * slots
 
 
 def _digest(tail: bytes) -> int:

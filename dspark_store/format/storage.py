@@ -22,6 +22,7 @@ import numpy as np
 from dspark_store.format.append import IOV_MAX, open_appender
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
+_LINK_ATTEMPTS = 8
 
 
 class ObjectReader(Protocol):
@@ -293,7 +294,7 @@ class LocalStorage:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             try:
-                os.link(self.path(source), temporary)
+                _link_standing(self.path(source), temporary)
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -369,6 +370,15 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _link_standing(source: Path, target: Path) -> None:
+    """Link a file, again when it was replaced at that very moment: the kernel then says that there is none."""
+    for _ in range(_LINK_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            os.link(source, target)
+            return
+    os.link(source, target)
 
 
 def _link_or_rename(source: Path, target: Path) -> None:

@@ -1,11 +1,12 @@
-"""What every command says about a mistaken argument: one line, with the nearest word that it knows."""
+"""What commands and their settings are made of: one line about a mistaken argument, with the nearest known word."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -24,3 +25,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def flag(name: str) -> str:
     """Return how a setting is written on the command line, without the two dashes before it."""
     return name.replace("_", "-")
+
+
+def setting(help: str, default: Any = dataclasses.MISSING, **options: Any) -> Any:  # noqa: A002, ANN401 - argparse's name; a field's default
+    """Make the field of a settings dataclass that a flag or a file sets; ``options`` are argparse's."""
+    return dataclasses.field(default=default, metadata={"help": help, **options})

@@ -19,14 +19,9 @@ from dspark_store.precompute.crew import Activity, Crew
 from dspark_store.precompute.profile import Profile
 from dspark_store.target.capture import StageStates
 from dspark_store.target.limits import check_ids
+from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.states import (
-    FinishedObjects,
-    NonFiniteError,
-    StateShardWriter,
-    publish_states,
-    state_ledger,
-)
+from dspark_store.writers.states import FinishedObjects, NonFiniteError, StateShardWriter, publish_states
 from dspark_store.writers.tokens import TokenRows, read_token_shard
 
 type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]

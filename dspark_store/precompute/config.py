@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,15 @@ from dspark_store.precompute.settings import PrecomputeConfig, convert_setting, 
 from dspark_store.precompute.upstream_yaml import is_upstream, settings_of
 from dspark_store.sources.specs import read_words
 
-__all__ = ["PrecomputeConfig", "config_from", "parse_arguments"]
+__all__ = [
+    "PrecomputeConfig",
+    "add_settings",
+    "config_from",
+    "config_of",
+    "fill_settings",
+    "parse_arguments",
+    "read_yaml",
+]
 
 
 def parse_arguments(arguments: Sequence[str]) -> PrecomputeConfig:
@@ -25,32 +34,46 @@ def parse_arguments(arguments: Sequence[str]) -> PrecomputeConfig:
     or a required setting that is missing; OSError when the file cannot be read.
     """
     given = vars(_parser().parse_args(arguments))
-    path = given.pop("config")
+    return config_of(given.pop("config"), given)
+
+
+def config_of(path: str | None, given: Mapping[str, Any], **defaults: Any) -> PrecomputeConfig:  # noqa: ANN401 - settings
+    """Fill the settings from a YAML file, if there is one, and from flags, where None stands for one not given.
+
+    ``defaults`` stand for required settings that are in neither. Raises what `parse_arguments` does.
+    """
     flags = {name: value for name, value in given.items() if value is not None}
     if "input_data" in flags:
         flags["input_data"] = read_words(flags["input_data"])
-    document = _read_yaml(Path(path)) if path else {}
+    document = read_yaml(Path(path)) if path else {}
     if not is_upstream(document):
-        return config_from({**document, **flags})
+        return config_from({**defaults, **document, **flags})
     values, notes = settings_of(document, flags)
-    config = config_from({**values, **flags})
+    config = config_from({**defaults, **values, **flags})
     return dataclasses.replace(config, notes=tuple(f"{path}: {note}" for note in notes))
 
 
 def config_from(values: Mapping[str, Any]) -> PrecomputeConfig:
     """Build the settings from plain values, converting each to its setting's type."""
-    known = settings()
+    return PrecomputeConfig(**fill_settings(values, settings()))
+
+
+def fill_settings(values: Mapping[str, Any], known: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Convert plain values to the types of the settings of their names.
+
+    ValueError for a name that is none, with the nearest that is one, or a required setting that is missing.
+    """
     for name in values:
         if name not in known:
             raise ValueError(f"unknown setting {name!r}; the nearest known one is {nearest(name, known)!r}")
     missing = [name for name in known if known[name].default is dataclasses.MISSING and values.get(name) is None]
     if missing:
         raise ValueError(f"required but not given: {', '.join('--' + flag(name) for name in missing)}")
-    converted: dict[str, Any] = {name: convert_setting(known[name], value) for name, value in values.items()}
-    return PrecomputeConfig(**converted)
+    return {name: convert_setting(known[name], value) for name, value in values.items()}
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Read a mapping of settings, with underscores for dashes in names; ValueError for any other file."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -71,10 +94,18 @@ def _parser() -> OneLineParser:
         prog="python -m dspark_store.precompute",
         description="Run a frozen target once over a corpus and write its hidden states as a Zarr store.",
     )
-    parser.add_argument(
-        "-c", "--config", help="YAML file with these settings (underscores or dashes), or one of Automodel's; flags win"
-    )
-    for name, setting in settings().items():
+    add_settings(parser)
+    return parser
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    known: Mapping[str, dataclasses.Field[Any]] = settings(),
+    file_help: str = "YAML file with these settings (underscores or dashes), or one of Automodel's; flags win",
+) -> None:
+    """Add ``--config``, and a flag for each setting, None where it is not given; by default those of a precompute."""
+    parser.add_argument("-c", "--config", help=file_help)
+    for name, setting in known.items():
         metadata = dict(setting.metadata)
         text = metadata.pop("help")
         if isinstance(setting.default, bool):
@@ -84,4 +115,3 @@ def _parser() -> OneLineParser:
             text += f" (default: {setting.default})"
         metadata["type"] = str if name == "shuffle_seed" else kind(setting)
         parser.add_argument(f"--{flag(name)}", default=None, help=text, **metadata)
-    return parser

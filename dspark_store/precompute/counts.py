@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.volumes import Volume
 from dspark_store.precompute.capture import CaptureReport
-from dspark_store.precompute.estimate import Volume, stored_range
+from dspark_store.precompute.estimate import stored_range
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.world import World
 

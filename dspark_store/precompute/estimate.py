@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable
 
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
+from dspark_store.format.volumes import Volume, distinct_states, padded_bytes, ragged_bytes, ragged_rows_bytes
 from dspark_store.precompute.progress import size_text, time_text
 
 COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {
@@ -28,57 +27,6 @@ COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Volume:
-    """What a set of samples amounts to.
-
-    ``tokens`` valid positions, ``supervised`` of them under the loss; ``chunk_tokens`` positions of all their chunks,
-    the rest of each last one included.
-    """
-
-    samples: int
-    tokens: int
-    chunk_tokens: int
-    supervised: int
-    unsupervised_samples: int
-
-    @classmethod
-    def of(cls, schema: StoreSchema, lengths: Sequence[int], supervised: Sequence[int]) -> Volume:
-        """Count the lengths and supervised tokens of some samples of a store."""
-        chunked = sum(schema.states.chunks_of(length) for length in lengths) * schema.chunk_tokens
-        unsupervised = sum(1 for count in supervised if count == 0)
-        return cls(len(lengths), sum(lengths), chunked, sum(supervised), unsupervised)
-
-
-def distinct_states(schema: StoreSchema, last_layer: int) -> int:
-    """Return how many state vectors a token stores: the last layer's feature is the last hidden state itself."""
-    return schema.num_layers + 1 - (last_layer in schema.layer_ids)
-
-
-def ragged_bytes(schema: StoreSchema, last_layer: int, tokens: int) -> int:
-    """Return the bytes of the states of ``tokens`` positions before compression, nothing padded or stored twice."""
-    return tokens * distinct_states(schema, last_layer) * schema.hidden_size * schema.dtype.itemsize
-
-
-def ragged_rows_bytes(schema: StoreSchema, tokens: int) -> int:
-    """Return the bytes of the same tokens as rivals keep ragged rows: all K + 1 state vectors, ids and mask."""
-    return tokens * ((schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize + 5)
-
-
-def padded_bytes(schema: StoreSchema, samples: int) -> int:
-    """Return the bytes of the samples as padded safetensors keep them: K + 1 vectors a position, ids and mask int64."""
-    position = (schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize + 16
-    return samples * schema.seq_length * position
-
-
-def weight_bytes(record: StoreRecord) -> int:
-    """Return the bytes of the target's embedding and head before compression, a tied head counted once."""
-    vocabulary = record.manifest["target_vocab_size"]
-    tied = bool((record.target_config or {}).get("tie_word_embeddings", True))
-    tables = 1 if tied else 2
-    return tables * int(cast(int, vocabulary)) * record.schema.hidden_size * record.schema.dtype.itemsize
-
-
 def stored_range(schema: StoreSchema, last_layer: int, volume: Volume) -> tuple[float, float]:
     """Return the least and the most bytes that the states of a volume are expected to take on disk.
 
@@ -90,6 +38,13 @@ def stored_range(schema: StoreSchema, last_layer: int, volume: Volume) -> tuple[
     raw = ragged_bytes(schema, last_layer, volume.tokens)
     low, high = COMPRESSION[schema.codec, schema.dtype.name]
     return raw / high, raw / low
+
+
+def recorded_rate(record: StoreRecord | None) -> float | None:
+    """Return the tokens a second of the last job that came to a store's states, None when no job has told."""
+    rates = [producer.get("tokens_per_second") for producer in record.producers] if record else []
+    known = [float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0]
+    return known[-1] if known else None
 
 
 def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free: int) -> None:

@@ -15,11 +15,13 @@ import torch
 import transformers
 import zarr
 
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.volumes import Volume, weight_bytes
 from dspark_store.precompute.batches import forward_cost
 from dspark_store.precompute.board import LeaseError, longest_first
 from dspark_store.precompute.capture import (
@@ -34,7 +36,7 @@ from dspark_store.precompute.copies import HostCopies
 from dspark_store.precompute.counts import CaptureCounts
 from dspark_store.precompute.crew import Crew, own_objects
 from dspark_store.precompute.equality import check_equality_class, equality_class
-from dspark_store.precompute.estimate import Volume, refuse_full_disk, weight_bytes
+from dspark_store.precompute.estimate import refuse_full_disk
 from dspark_store.precompute.job import Job, check_identity
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.profile import Profile
@@ -45,11 +47,11 @@ from dspark_store.precompute.undo import new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
+from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store
 from dspark_store.writers.recovery import sweep_uncommitted
-from dspark_store.writers.states import state_ledger
 from dspark_store.writers.weights import write_weights
 
 _log = logging.getLogger(__name__)
@@ -94,6 +96,12 @@ def fill_store(
         return None
     except (LostLockError, LeaseError) as error:
         raise StoppedError(str(error), FAILED) from error
+    except DamagedStoreError as error:
+        if smoke:
+            raise
+        advice = remedy(storage)
+        told = str(error) if advice in str(error) else f"{error}; {advice}"
+        raise DamagedStoreError(f"{told}, then go on with --resume") from error
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -9,6 +9,7 @@ from typing import Literal, cast
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dspark_store.automodel import build_cache_manifest
+from dspark_store.format.damage import remedy
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.jsonvalue import JsonValue
@@ -18,8 +19,9 @@ from dspark_store.format.manifest import (
     StoreRecord,
     identity_digest,
     mismatch_fields,
+    refuse_unfinished_copy,
 )
-from dspark_store.format.metadata import has_store, read_record
+from dspark_store.format.metadata import COPY_KEY, has_store, read_record
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.batches import BATCHING_RULE
@@ -93,6 +95,7 @@ def existing_record(storage: LocalStorage, *, resume: bool) -> StoreRecord | Non
                 f"manifest is missing: {storage.root} holds shards that no precompute wrote; "
                 "choose another --output-dir"
             )
+        refuse_unfinished_copy(record, str(storage.root))
         if not resume:
             state = (
                 "already has shards, and is finished"
@@ -112,7 +115,9 @@ def existing_record(storage: LocalStorage, *, resume: bool) -> StoreRecord | Non
         )
     if not is_unfinished_beginning(storage.root):
         raise ValueError(
-            f"manifest is missing: {storage.root} has a store's arrays but no zarr.json; choose another --output-dir"
+            f"manifest is missing: {storage.root} has a store's arrays but no zarr.json; "
+            + (f"{remedy(storage)}, or " if storage.exists(COPY_KEY) else "")
+            + "choose another --output-dir"
         )
     return None
 
@@ -218,6 +223,13 @@ def check_identity(recorded: StoreRecord, job: Job) -> None:
             f"{name}: store {recorded.manifest.get(name)!r}, this run {job.manifest.get(name)!r}" for name in fields
         )
         raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+    refuse_unfinished_copy(recorded, job.config.output_dir)
+    formed, wanted = recorded.capture_shard_size, job.new_record.schema.shard_size
+    if recorded.copied_from is not None and formed != wanted:
+        raise ValueError(
+            f"the store in {job.config.output_dir} does not match this run in shard_size: it is a copy of one whose "
+            f"batches were formed in shards of {formed}, this run would form them in shards of {wanted}"
+        )
     _check_target_config(recorded, job)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
-from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import CaptureSettings, padded_batch
 from dspark_store.readers.cache import Cache
 from dspark_store.target.capture import TargetCapture
-from dspark_store.writers.tokens import read_token_shard
+from dspark_store.writers.tokens import TokenRows
 
 
 def recompute(
@@ -21,22 +22,34 @@ def recompute(
     """Yield, for each sample, its index and the largest difference between stored and recomputed states.
 
     0.0 means equal bit by bit. ``settings`` must be the capture's own: the batch size decides which samples shared a
-    forward, and with it the bits.
+    forward, and with it the bits. So does the size of the shards that were captured, which a copy remembers.
     """
-    grid = cache.schema.tokens
-    for shard, members in groupby(sorted(samples), lambda sample: grid.locate(sample)[0]):
-        rows = read_token_shard(cache.storage, cache.record, shard)
-        wanted = {grid.locate(sample)[1]: sample for sample in members}
-        for batch in batches_of(rows.lengths, settings.batch_size):
-            if not wanted.keys() & set(batch):
+    size = cache.record.capture_shard_size
+    for shard, members in groupby(sorted(samples), lambda sample: sample // size):
+        captured = range(shard * size, min((shard + 1) * size, len(cache)))
+        lengths = cache.lengths[captured.start : captured.stop].tolist()
+        wanted = {sample - captured.start for sample in members}
+        for batch in batches_of(lengths, settings.batch_size):
+            if not wanted & set(batch):
                 continue
-            ids, attention = padded_batch(rows, batch, settings.pad_token_id)
+            rows = _tokens(cache, [captured[row] for row in batch])
+            ids, attention = padded_batch(rows, range(len(batch)), settings.pad_token_id)
             states = capture(ids.to(settings.device), attention.to(settings.device))
             for position, row in enumerate(batch):
                 if row in wanted:
-                    length = rows.lengths[row]
                     fresh = [*states.layers, states.last]
-                    yield wanted[row], _difference(cache, wanted[row], [layer[position, :length] for layer in fresh])
+                    sample, length = captured[row], lengths[row]
+                    yield sample, _difference(cache, sample, [layer[position, :length] for layer in fresh])
+
+
+def _tokens(cache: Cache, samples: Sequence[int]) -> TokenRows:
+    batch = cache.read(samples, columns=(IDS, MASK))
+    lengths = cache.lengths[list(samples)].tolist()
+    ids, masks = (
+        [values[:length].numpy().astype(dtype) for values, length in zip(batch[column], lengths, strict=True)]
+        for column, dtype in ((IDS, np.int32), (MASK, np.uint8))
+    )
+    return TokenRows(ids, masks)
 
 
 def _difference(cache: Cache, sample: int, fresh: Sequence[torch.Tensor]) -> float:

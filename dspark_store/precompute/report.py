@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dspark_store.format.ledger import distinct_bytes
+from dspark_store.format.volumes import padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.capture import CaptureReport
-from dspark_store.precompute.estimate import padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.progress import size_text, time_text
 from dspark_store.readers.cache import Cache
 
 
 def stored_bytes(cache: Cache) -> int:
-    """Return the bytes of all committed objects, shared ones once."""
-    return sum(cache.index.shard_bytes(shard) for shard in range(cache.schema.tokens.num_shards))
+    """Return the bytes of all objects of a complete store, shared ones once."""
+    return int(distinct_bytes(cache.index.objects).sum())
 
 
 def print_report(cache: Cache, report: CaptureReport) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.volumes import Volume
 from dspark_store.precompute.capture import missing_shards
-from dspark_store.precompute.estimate import Volume, estimate_lines
+from dspark_store.precompute.estimate import estimate_lines, recorded_rate
 from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
@@ -100,7 +101,7 @@ def _smoke(job: Job, world: World, target: JobTarget) -> None:
         cache = open_cache(place, allow_reduced_depth=True)
         problems = verify_store(cache)
         if problems:
-            raise ValueError(f"the smoke test failed: {problems[0].message} ({len(problems)} problems)")
+            raise ValueError(f"the smoke test failed: {problems[0]} ({len(problems)} problems)")
         bad = int((cache.status != 0).sum())
         if bad == len(cache):
             raise ValueError(f"the smoke test failed: no sample is finite in {config.dtype}; take another --dtype")
@@ -131,12 +132,6 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
                 progress.reach(job.source.record_of(sample.cursor), lambda: "")
         tell_refusals(job.source)
         volume = Volume.of(schema, lengths, supervised)
-    rate = job.config.tokens_per_second or _recorded_rate(recorded)
+    rate = job.config.tokens_per_second or recorded_rate(recorded)
     for line in estimate_lines(schema, job.new_record.last_layer, volume, storage.free_bytes(), rate):
         print(line)
-
-
-def _recorded_rate(recorded: StoreRecord | None) -> float | None:
-    rates = [producer.get("tokens_per_second") for producer in recorded.producers] if recorded else []
-    known = [float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0]
-    return known[-1] if known else None

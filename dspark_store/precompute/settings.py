@@ -14,6 +14,7 @@ import torch
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
+from dspark_store.precompute.arguments import setting as _setting
 from dspark_store.sources.specs import SpecValue, parse_source
 from dspark_store.target.load import COMPUTE_DTYPES
 from dspark_store.target.parallel import REDUCE_DTYPES
@@ -36,10 +37,6 @@ SHARDED_MODEL_TYPES = frozenset({"deepseek_v4", "glm_moe_dsa", "kimi_k3", "kimi_
 _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"}
 
 
-def _setting(help: str, default: Any = dataclasses.MISSING, **options: Any) -> Any:  # noqa: A002, ANN401 - argparse's name; a field's default
-    return field(default=default, metadata={"help": help, **options})
-
-
 def _shuffle_seed(text: str | int | None) -> int | None:
     if text is None or str(text).lower() == "none":
         return None
@@ -52,7 +49,8 @@ def _whole_number(value: object) -> int:
     return int(value)
 
 
-def _default_device() -> str:
+def default_device() -> str:
+    """Return cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -202,7 +200,7 @@ class PrecomputeConfig:
 
         Nothing is allocated on a CUDA device, which may be another rank's: see ``rank_device``.
         """
-        name = self.device or _default_device()
+        name = self.device or default_device()
         try:
             device = torch.device(name)
         except RuntimeError as error:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
 from dspark_store.precompute.progress import Progress
 from dspark_store.sources.source import Resuming, Sample, Source, SourceError
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.publish import settle_tokens
-from dspark_store.writers.tokens import TokenRows, token_ledger, write_token_shard
+from dspark_store.writers.tokens import TokenRows, write_token_shard
 
 
 def tokenise(
@@ -38,8 +41,9 @@ def tokenise(
                 taken = list(islice(samples, record.schema.shard_size))
                 count = len(taken)
                 if taken:
-                    cursor = taken[-1].cursor
-                    write_token_shard(storage, record, shard, _rows(taken), cursor)
+                    cursor, rows = taken[-1].cursor, _rows(taken)
+                    _refuse_other_tokens(storage, record, shard, rows)
+                    write_token_shard(storage, record, shard, rows, cursor)
                     tokens += sum(len(sample.input_ids) for sample in taken)
             ended = count < record.schema.shard_size
             if ended and shard < last:
@@ -60,6 +64,24 @@ def _read_on(source: Source, cursor: int, given: int) -> Iterator[Sample]:
     if isinstance(source, Resuming):
         source.resume(cursor, given)
     return source.read(cursor)
+
+
+def _refuse_other_tokens(storage: Storage, record: StoreRecord, shard: int, rows: TokenRows) -> None:
+    """Refuse tokens for a shard whose states were captured from others: both are then of no use to each other.
+
+    A repaired store may have states before it has their tokens again.
+    """
+    if not storage.exists(state_ledger(storage, record.schema).key(shard)):
+        return
+    last = record.schema.state_objects[-1]
+    expected = Expected(record.store_id, last.place(shard), tokens=rows.digest)
+    try:
+        open_object(storage, last.key(shard), record.schema.states.slots, expected).reader.close()
+    except DamagedStoreError as error:
+        raise DamagedStoreError(
+            f"the tokens that shard {shard} is given now are not those of its states: {error}; go on with the versions "
+            "that made the store"
+        ) from error
 
 
 def _rows(samples: Sequence[Sample]) -> TokenRows:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.metadata import ROOT_KEY, has_store
-from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, SHARD_SOURCES, object_key
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, has_store
+from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, SHARD_SOURCES, StoreSchema, object_key
 from dspark_store.format.storage import LocalStorage
 from dspark_store.sources.source import SourceError
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LostLockError, check_lock
-from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import sources_key, token_ledger
+from dspark_store.writers.tokens import sources_key
 
 _MAY_PASS = (OSError, MemoryError, RuntimeError)  # torch's out of memory and broken connections are of the last
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ImportError)
@@ -29,10 +31,11 @@ OWN_FOLDERS = ("ledger", *COLUMNS, "index", "target")
 def is_unfinished_beginning(root: Path) -> bool:
     """Tell whether a folder without a ``zarr.json`` holds what a run that was killed while it began leaves behind.
 
-    That is nothing but the metadata of a store's arrays: no row, no object.
+    That is nothing but the metadata of a store's arrays, and the copy of the root's: no row, no object.
     """
     files = [path for name in OWN_FOLDERS for path in (root / name).rglob("*") if not path.is_dir()]
-    return all(path.name == ROOT_KEY or path.name.startswith(f".{ROOT_KEY}.") for path in files)
+    metadata = (ROOT_KEY, root.joinpath(COPY_KEY).name)
+    return all(path.name in metadata or path.name.startswith(tuple(f".{name}." for name in metadata)) for path in files)
 
 
 class TargetError(ValueError):
@@ -102,16 +105,28 @@ def retract_broken(storage: LocalStorage, record: StoreRecord) -> list[str]:
     """Take back the commits of shards whose objects are missing, or of another size than was committed.
 
     So are those that a job made too late, when another one had pushed it aside and swept what it had not yet committed.
-    Tokens are looked at while there is a source to make them from again, which is until they are settled; then states.
-    Only the holder of the store's lock may call it. Returns what is wrong with each of the shards.
+    Tokens are looked at while there is a source to make them from again, which is until they are settled; states
+    always, since a repaired store may have them while its tokens are not settled. Only the holder of the store's lock
+    may call it. Returns what is wrong with each of the shards. DamagedStoreError when a ledger row cannot be read.
     """
-    tokens = record.phase == "tokens"
-    ledger = token_ledger(storage) if tokens else state_ledger(storage, record.schema)
-    columns = (IDS, MASK, SHARD_SOURCES) if tokens else (LAYERS, LAST)
+    broken: list[str] = []
+    if record.phase == "tokens":
+        expected = partial(_token_sizes, record.schema)
+        broken += _retract(storage, token_ledger(storage), (IDS, MASK, SHARD_SOURCES), expected)
+    expected = partial(_state_sizes, record.schema)
+    return broken + _retract(storage, state_ledger(storage, record.schema), (LAYERS, LAST), expected)
+
+
+def _retract(
+    storage: LocalStorage,
+    ledger: Ledger,
+    columns: Sequence[str],
+    expected: Callable[[int, np.ndarray], Mapping[str, int | None]],
+) -> list[str]:
     sizes = {f"{column}/{name}": size for column in columns for name, size in _sizes(storage.path(column)).items()}
     broken: list[str] = []
     for shard in ledger.committed():
-        for key, size in _committed_sizes(record, shard, ledger.row(shard)).items():
+        for key, size in expected(shard, ledger.row(shard)).items():
             found = sizes.get(key)
             if found is None or size not in (None, found):
                 ledger.retract(shard)
@@ -128,13 +143,15 @@ def _sizes(directory: Path) -> dict[str, int]:
         return {}
 
 
-def _committed_sizes(record: StoreRecord, shard: int, row: np.ndarray) -> dict[str, int | None]:
-    """Return the bytes of each object of a shard by its ledger row; None for one whose size the row does not hold."""
-    schema = record.schema
-    if record.phase != "tokens":
-        return {item.key(shard): int(nbytes) for item, (nbytes, _) in zip(schema.state_objects, row, strict=True)}
+def _token_sizes(schema: StoreSchema, shard: int, row: np.ndarray) -> dict[str, int | None]:
+    """Return the bytes of each object of a shard's tokens by its ledger row; None where the row does not hold them."""
     sizes: dict[str, int | None] = {object_key(IDS, shard): int(row[0, 0]), object_key(MASK, shard): int(row[1, 0])}
     return {**sizes, sources_key(shard): None} if schema.sources else sizes
+
+
+def _state_sizes(schema: StoreSchema, shard: int, row: np.ndarray) -> dict[str, int | None]:
+    """Return the bytes of each object of a shard's states by its ledger row."""
+    return {item.key(shard): int(nbytes) for item, (nbytes, _) in zip(schema.state_objects, row, strict=True)}
 
 
 def _remove_store(storage: LocalStorage) -> None:

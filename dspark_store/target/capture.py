@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from dspark_store.target.layers import EMBEDDING_LAYER_ID, validate_target_layer_ids
 
@@ -61,10 +62,14 @@ class TargetCapture:
         self.num_layers = len(self._layers)
         self.layer_ids = tuple(validate_target_layer_ids(layer_ids, self.num_layers, explicit=False))
         self._keywords = _accepted_keywords(self._base)
+        declared = inspect.signature(self._base.forward).parameters
+        self._past_name = "cache" if "cache" in declared else "past_key_values"  # the older name is going out of use
         model.eval()
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> CapturedStates:
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, past: Cache | None = None) -> CapturedStates:
         """Run one forward over `input_ids` (B, S) under `attention_mask` (B, S), both on the target's device.
+
+        With a `past`, the ids go on where it ends, the mask is as long as both, and the past grows by them.
 
         A layer id of -1 is the input of the first layer: the embedding with whatever scale or position the model adds
         to it. States of hyper-connection targets, (B, S, m, H), are averaged over m.
@@ -73,7 +78,10 @@ class TargetCapture:
         """
         states: dict[_Key, Tensor] = {}
         handles: list[RemovableHandle] = []
-        arguments = self._accepted({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+        arguments: dict[str, object] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        if past is not None:
+            arguments |= {self._past_name: past, "use_cache": True}
+        arguments = self._accepted(arguments)
         try:
             self._register_hooks(states, handles)
             with torch.no_grad():
@@ -83,7 +91,7 @@ class TargetCapture:
                 handle.remove()
         return self._collect(states)
 
-    def _accepted(self, arguments: dict[str, Tensor | bool]) -> dict[str, Tensor | bool]:
+    def _accepted(self, arguments: dict[str, object]) -> dict[str, object]:
         if self._keywords is None:
             return arguments
         return {name: value for name, value in arguments.items() if name in self._keywords}

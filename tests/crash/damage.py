@@ -1,6 +1,5 @@
 """Damage to a store's files, and all that can be read from a store: bytes, or the error that came instead."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from pathlib import Path
 import torch
 
 from dspark_store import open_cache
+from dspark_store.format.problem import Problem
 from dspark_store.format.schema import COLUMNS, IDS, MASK
 from dspark_store.format.shard import read_tail
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.verify import Problem, verify_store
+from dspark_store.readers.verify import verify_store
 from dspark_store.readers.weights import read_weights
 
 type Name = tuple[str, int | None]
@@ -51,7 +51,7 @@ class Reading:
 
     @property
     def messages(self) -> list[str]:
-        problems = [problem.message for problem in self.problems]
+        problems = [str(problem) for problem in self.problems]
         return [*([self.refused] if self.refused else []), *self.failed.values(), *problems]
 
 
@@ -149,16 +149,3 @@ def samples_hit(cache: Cache, flip: Flip) -> set[Name]:
     rows = grid.rows(shard)
     samples = [rows.start + slot // grid.chunks_per_row for slot in slots] or list(rows)
     return {(place.column, sample) for place in tail.label.places for sample in samples}
-
-
-def spells_the_same(root: Path, flip: Flip) -> bool:
-    """Tell whether a flip of a zarr.json leaves the JSON value as it is: 1e-06 may become 1E-06."""
-    if not flip.key.endswith("zarr.json"):
-        return False
-    before = (root / flip.key).read_bytes()
-    after = bytearray(before)
-    after[flip.offset] ^= 1 << flip.bit
-    try:
-        return bool(json.loads(after) == json.loads(before))
-    except ValueError:
-        return False

@@ -11,9 +11,9 @@ import numpy as np
 import zarr
 
 from dspark_store import open_cache
+from dspark_store.format.metadata import COPY_KEY
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import token_ledger
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from tests.crash.launch import Running, zygote
 from tests.crash.orders import Outcome
 from tests.tiny import save_target_dir, tiny_llama, write_chats
@@ -151,6 +151,7 @@ def _contents(store: Path) -> dict[str, object]:
     contents: dict[str, object] = {
         str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()
     }
+    assert contents.pop(COPY_KEY) == contents["zarr.json"]
     root = json.loads((store / "zarr.json").read_bytes())
     record = root["attributes"]["dspark_store"]
     assert len(record.pop("producers")) >= 1

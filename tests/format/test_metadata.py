@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.manifest import ATTRIBUTE
+from dspark_store.format.manifest import ATTRIBUTE, parse_record
 from dspark_store.format.metadata import (
+    COPY_KEY,
     ROOT_KEY,
     has_store,
     node_key,
@@ -162,3 +165,44 @@ def test_a_flipped_bit_in_any_metadata_is_an_error(
             read_metadata(storage)
     finally:
         storage.path(key).write_bytes(before)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("phase", ["states", "complete"])
+def test_a_crash_at_any_step_leaves_a_root_that_reads_and_a_copy_that_is_not_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: BuiltStore, phase: Any
+) -> None:
+    before, after = replace(built.record, phase=phase), replace(built.record, producers=({"host": "next"},))
+    put, steps, storage = LocalStorage.put, 0, LocalStorage(tmp_path)
+    while steps < 100:
+        storage = LocalStorage(tmp_path / str(steps))
+        write_metadata(storage, before)
+        left = iter(range(steps))
+
+        def killed(self: LocalStorage, key: str, data: bytes, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise Killed
+            put(self, key, data)
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(LocalStorage, "put", killed)
+            write_metadata(storage, after)
+            break
+        root, copy = (json.loads(storage.read(key)) for key in (ROOT_KEY, COPY_KEY))
+        assert read_record(storage) == before
+        record = parse_record(copy["attributes"][ATTRIBUTE], "the copy")
+        assert record in (before, after)
+        assert copy == root or record == after
+        steps += 1
+    assert steps >= 2
+    assert storage.read(ROOT_KEY) == storage.read(COPY_KEY)
+
+
+def test_a_root_that_is_gone_while_its_copy_is_there_is_damage_and_not_no_store(tmp_path: Path) -> None:
+    storage = build_store(tmp_path / "store").storage
+    storage.delete(ROOT_KEY)
+    with pytest.raises(DamagedStoreError, match=r"zarr\.json is missing from .*; run dspark-store repair "):
+        read_metadata(storage)

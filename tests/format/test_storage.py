@@ -7,7 +7,9 @@ import pickle
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Buffer, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +407,37 @@ def test_a_full_disk_is_told_by_a_large_object_too(
     writer.abort()
     assert caught.tb is not None  # it still holds what was being written
     assert list(storage.temporaries()) == []
+
+
+def test_an_object_that_is_replaced_again_and_again_is_linked(storage: LocalStorage) -> None:
+    """The kernel says at times that there is no file, when one was renamed over another as it was linked."""
+    storage.put("a", b"same")
+    ended = threading.Event()
+
+    def replace() -> None:
+        while not ended.is_set():
+            (storage.root / "new").write_bytes(b"same")
+            (storage.root / "new").replace(storage.root / "a")
+
+    with ThreadPoolExecutor(1) as pool:
+        replacing = pool.submit(replace)
+        try:
+            for number in range(300):
+                storage.link("a", f"b{number}")
+        finally:
+            ended.set()
+        replacing.result()
+
+
+def test_a_link_that_fails_for_a_moment_is_tried_again(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.put("a", b"content")
+    real, failures = os.link, iter([True, True])
+
+    def link(source: Path, target: Path) -> None:
+        if next(failures, False):
+            raise FileNotFoundError(errno.ENOENT, "replaced at this moment")
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    storage.link("a", "b")
+    assert storage.read("b") == b"content"

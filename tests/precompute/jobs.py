@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dspark_store.format.metadata import COPY_KEY
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.batches import batches_of
 
@@ -68,7 +69,8 @@ def contents(directory):
     """Return every file's bytes by path, except what a store says about who made it, and when."""
     directory = Path(directory)
     files = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
-    stored: dict[str, object] = {name: path.read_bytes() for name, path in files.items() if name != "zarr.json"}
+    stored: dict[str, object] = {name: path.read_bytes() for name, path in files.items()}
+    assert stored.pop(COPY_KEY) == stored["zarr.json"]
     root = json.loads((directory / "zarr.json").read_text())
     for field in ("producers", "seal"):
         del root["attributes"]["dspark_store"][field]

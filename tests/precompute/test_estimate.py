@@ -7,38 +7,12 @@ from hypothesis import strategies as st
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
 from dspark_store.format.schema import StoreSchema
-from dspark_store.precompute.estimate import (
-    Volume,
-    distinct_states,
-    estimate_lines,
-    padded_bytes,
-    ragged_bytes,
-    ragged_rows_bytes,
-    refuse_full_disk,
-    stored_range,
-)
+from dspark_store.format.volumes import Volume, ragged_bytes
+from dspark_store.precompute.estimate import estimate_lines, refuse_full_disk, stored_range
 
 
 def schema_of(layer_ids=(1, 2, 3), *, dtype="bf16", codec="default"):
     return StoreSchema(0, 4, 100, 32, len(layer_ids), layer_ids, cache_dtype(dtype), codec, 64)
-
-
-def test_a_volume_counts_tokens_and_samples_without_supervision():
-    volume = Volume.of(schema_of(), [5, 70, 3], [2, 0, 3])
-    expected = Volume(samples=3, tokens=78, chunk_tokens=4 * 64, supervised=5, unsupervised_samples=1)
-    assert volume == expected
-
-
-def test_a_captured_last_layer_is_the_last_hidden_state_and_counts_once():
-    assert distinct_states(schema_of((1, 2, 3)), last_layer=3) == 3
-    assert distinct_states(schema_of((0, 1, 2)), last_layer=3) == 4
-
-
-def test_bytes_of_a_token_follow_from_its_vectors():
-    schema = schema_of((1, 2, 3))
-    assert ragged_bytes(schema, 3, tokens=10) == 10 * 3 * 32 * 2
-    assert ragged_rows_bytes(schema, tokens=10) == 10 * (4 * 32 * 2 + 5)
-    assert padded_bytes(schema, samples=2) == 2 * 100 * (4 * 32 * 2 + 16)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1), st.sampled_from(CODEC_PRESETS), st.sampled_from(sorted(CACHE_DTYPES)))

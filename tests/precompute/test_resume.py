@@ -7,16 +7,15 @@ import pytest
 import torch
 
 import dspark_store as ds
-from dspark_store.format.metadata import read_record
+from dspark_store.format.metadata import COPY_KEY, read_record
 from dspark_store.format.schema import LAYERS
 from dspark_store.format.shard import ShardWriter
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import ShardCapture
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
-from dspark_store.writers.states import state_ledger
-from dspark_store.writers.tokens import token_ledger
 from tests.precompute.jobs import (
     arguments,
     contents,
@@ -53,6 +52,7 @@ def test_resume_fills_holes_wherever_they_are(unfinished, store, llama, chats):
     for shard in (0, 2):
         ledger.retract(shard)
     kept = states_of_files(unfinished / "ledger" / "states")
+    del kept[str(unfinished / COPY_KEY)]
     precompute(llama, chats, unfinished, "--resume")
     assert kept.items() <= states_of_files(unfinished / "ledger" / "states").items()
     assert contents(unfinished) == contents(store)
@@ -79,6 +79,15 @@ def test_committed_tokens_without_all_of_their_objects_are_done_again(store, lla
     precompute(llama, chats, output, "--resume")
     assert "shard 1 (loss_mask/c.1.0 is missing)" in caplog.text
     assert contents(output) == contents(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("ledger/states/c.0.0.0", b""), ("input_ids/c.1.0", bytes(50)), ("index/length/c.0", b"")]
+)
+def test_damage_that_a_resume_cannot_mend_says_what_to_do(unfinished, llama, chats, capsys, name, data):
+    (unfinished / name).write_bytes(data)
+    line = refused([*arguments(llama, chats, unfinished), "--resume"], capsys)
+    assert line.endswith(f"; run dspark-store repair {unfinished}, then go on with --resume")
 
 
 def losing_lock(monkeypatch, output, owner, name, when=lambda *args: True):
@@ -186,7 +195,9 @@ def test_shards_without_a_manifest_are_refused(unfinished, llama, chats, capsys)
     (unfinished / "zarr.json").unlink()
     before = states_of_files(unfinished)
     for flags in ((), ("--resume",)):
-        assert "manifest is missing" in refused(arguments(llama, chats, unfinished, *flags), capsys)
+        line = refused(arguments(llama, chats, unfinished, *flags), capsys)
+        assert "manifest is missing" in line
+        assert f"run dspark-store repair {unfinished}, or choose another --output-dir" in line
     assert states_of_files(unfinished) == before
 
 
@@ -251,9 +262,11 @@ def test_a_smoke_test_runs_a_few_samples_and_then_the_job_with_one_load(
 
 
 def test_a_failed_smoke_test_leaves_nothing(llama, chats, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_module, "verify_store", lambda cache: [ds.Problem((0,), "sample 0 is wrong")])
+    monkeypatch.setattr(
+        run_module, "verify_store", lambda cache: [ds.Problem(ds.Part.STATES, "layers/c.0", 0, (0,), "is wrong")]
+    )
     line = refused(arguments(llama, chats, tmp_path / "new" / "store", "--smoke", 2), capsys)
-    assert line == "error: the smoke test failed: sample 0 is wrong (1 problems)"
+    assert line == "error: the smoke test failed: layers/c.0: is wrong (1 problems)"
     assert list(tmp_path.iterdir()) == []
 
 

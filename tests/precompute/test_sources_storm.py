@@ -20,8 +20,8 @@ from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ROWS_PER_TASK, ChatSource
 from dspark_store.sources.jsonl import JsonlRows
 from dspark_store.sources.workers import TASKS_PER_WORKER
+from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
-from dspark_store.writers.tokens import token_ledger
 from tests.tiny import tiny_tokenizer, write_chats
 
 CHATS, SHARD_SIZE, WORKERS, LENGTH = 3_000, 128, 2, 512

@@ -12,8 +12,9 @@ from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.source import Sample, SourceError
+from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
-from dspark_store.writers.tokens import read_token_shard, token_ledger
+from dspark_store.writers.tokens import read_token_shard
 from tests.sources.words import write_rows
 
 SHARD_SIZE, LENGTH = 3, 8

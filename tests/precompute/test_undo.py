@@ -21,8 +21,9 @@ from dspark_store.precompute.undo import (
     retract_broken,
 )
 from dspark_store.sources.source import SourceError
+from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
-from dspark_store.writers.tokens import TokenRows, token_ledger, write_token_shard
+from dspark_store.writers.tokens import TokenRows, write_token_shard
 from tests.precompute.jobs import arguments, contents, interrupt, interrupted, precompute, write_rows
 from tests.writers.small_store import random_tokens, small_record
 

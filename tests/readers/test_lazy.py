@@ -145,7 +145,7 @@ def test_a_cluster_of_processes_computes_the_same(cache_of_bf16: Cache, monkeypa
     monkeypatch.setattr("distributed.utils._forkserver_preload_set", True)
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         distributed.Client(cluster),
     ):
         means = cache_of_bf16.dask(LAST).mean(axis=(1, 2)).compute()

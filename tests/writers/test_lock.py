@@ -14,7 +14,7 @@ import pytest
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers import lock as lock_module
 from dspark_store.writers import process as process_module
-from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, StoreLock, check_lock
+from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder
 from dspark_store.writers.process import ProcessName
 
 
@@ -296,3 +296,19 @@ def test_of_many_that_take_over_an_ended_jobs_lock_one_holds_it(storage):
     for thread in threads:
         thread.join()
     assert len(held) == 1
+
+
+def test_who_holds_a_store_can_be_asked_without_touching_it(tmp_path):
+    storage = LocalStorage(tmp_path)
+    assert read_holder(storage) is None
+    elsewhere = json.dumps({"host": "elsewhere", "space": "?", "pid": 7, "started": "1", "taken": 5 * 10**9})
+    (tmp_path / LOCK_KEY).write_text(elsewhere)
+    for age, stale in ((10, False), (1000, True)):
+        os.utime(tmp_path / LOCK_KEY, (time.time() - age,) * 2)
+        holder = read_holder(storage)
+        assert holder is not None
+        assert (holder.host, holder.pid, holder.taken, holder.stale) == ("elsewhere", 7, 5.0, stale)
+        assert holder.age_seconds == pytest.approx(age, abs=5)
+    (tmp_path / LOCK_KEY).write_text("no lock")
+    assert read_holder(storage) is None
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_KEY]

@@ -12,8 +12,9 @@ from dspark_store.format.schema import LAST, LAYERS, StateObject
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalObjectWriter, LocalStorage
 from dspark_store.writers import states as states_module
+from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.states import FinishedObjects, StateShardWriter, publish_states, state_ledger
+from dspark_store.writers.states import FinishedObjects, StateShardWriter, publish_states
 from tests.writers.small_store import (
     BUFFER_BYTES,
     CHUNK_TOKENS,

@@ -1,0 +1,75 @@
+"""What samples amount to, before compression: here, in padded safetensors and in ragged rows. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.schema import StateObject, StoreSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """What a set of samples amounts to.
+
+    ``tokens`` valid positions, ``supervised`` of them under the loss; ``chunk_tokens`` positions of all their chunks,
+    the rest of each last one included.
+    """
+
+    samples: int
+    tokens: int
+    chunk_tokens: int
+    supervised: int
+    unsupervised_samples: int
+
+    @classmethod
+    def of(cls, schema: StoreSchema, lengths: Sequence[int], supervised: Sequence[int]) -> Volume:
+        """Count the lengths and supervised tokens of some samples of a store."""
+        chunked = sum(schema.states.chunks_of(length) for length in lengths) * schema.chunk_tokens
+        unsupervised = sum(1 for count in supervised if count == 0)
+        return cls(len(lengths), sum(lengths), chunked, sum(supervised), unsupervised)
+
+
+def distinct_objects(schema: StoreSchema, last_layer: int) -> tuple[StateObject, ...]:
+    """Return a shard's state objects without the last layer's: its feature is the last hidden state itself."""
+    return tuple(item for item in schema.state_objects if item.layer_id != last_layer)
+
+
+def distinct_states(schema: StoreSchema, last_layer: int) -> int:
+    """Return how many state vectors a token stores."""
+    return len(distinct_objects(schema, last_layer))
+
+
+def ragged_bytes(schema: StoreSchema, last_layer: int, tokens: int) -> int:
+    """Return the bytes of the states of ``tokens`` positions before compression, nothing padded or stored twice."""
+    return tokens * distinct_states(schema, last_layer) * schema.hidden_size * schema.dtype.itemsize
+
+
+def ragged_once_bytes(schema: StoreSchema, last_layer: int, tokens: int) -> int:
+    """Return the bytes of the same tokens as ragged rows that keep the last state once, ids and mask included."""
+    return ragged_bytes(schema, last_layer, tokens) + tokens * 5
+
+
+def ragged_rows_bytes(schema: StoreSchema, tokens: int) -> int:
+    """Return the bytes of the same tokens as rivals keep ragged rows: all K + 1 state vectors, ids and mask."""
+    return tokens * ((schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize + 5)
+
+
+def padded_bytes(schema: StoreSchema, samples: int) -> int:
+    """Return the bytes of the samples as padded safetensors keep them: K + 1 vectors a position, ids and mask int64."""
+    position = (schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize + 16
+    return samples * schema.seq_length * position
+
+
+def is_tied(record: StoreRecord) -> bool:
+    """Tell whether the target's head is its embedding, which is then stored once."""
+    return bool((record.target_config or {}).get("tie_word_embeddings", True))
+
+
+def weight_bytes(record: StoreRecord) -> int:
+    """Return the bytes of the target's embedding and head before compression, a tied head counted once."""
+    vocabulary = record.manifest["target_vocab_size"]
+    tables = 1 if is_tied(record) else 2
+    return tables * int(cast(int, vocabulary)) * record.schema.hidden_size * record.schema.dtype.itemsize

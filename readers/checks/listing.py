@@ -1,0 +1,84 @@
+"""Names: which shards are committed, and objects that no part of the store accounts for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from dspark_store.format.digests import array_keys
+from dspark_store.format.ledger import Ledger
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
+from dspark_store.format.problem import Part, Problem
+from dspark_store.format.schema import (
+    COLUMNS,
+    IDS,
+    LAYERS,
+    MASK,
+    SHARD_SOURCES,
+    STATE_LEDGER,
+    TOKEN_LEDGER,
+    TOKEN_OBJECTS,
+    object_key,
+)
+from dspark_store.readers.checks.view import StoreView
+
+_NUMBERS = re.compile(r"c((?:\.(?:0|[1-9]\d*))+)")
+
+
+def known_shards(view: StoreView) -> range:
+    """Return the shards that the store has, or, while its tokens are written, those that it has committed so far."""
+    if view.record.phase != "tokens":
+        return range(view.schema.tokens.num_shards)
+    committed = Ledger(view.storage, TOKEN_LEDGER, len(TOKEN_OBJECTS)).committed()
+    return range(max(committed, default=-1) + 1)
+
+
+def check_strays(view: StoreView) -> Iterator[Problem]:
+    """Yield every object in a directory of an array that the array does not have.
+
+    Hidden files are left alone: writers in progress have them, and some file systems. Objects of shards that are not
+    committed are no strays while the store grows.
+    """
+    for directory, belongs in _directories(view).items():
+        for name in view.storage.list(directory):
+            if (
+                f"{directory}/{name}" != COPY_KEY
+                and name != ROOT_KEY
+                and not name.startswith(".")
+                and not belongs(name)
+            ):
+                message = "belongs to no shard, layer or table of the store"
+                yield Problem(Part.STRAY, f"{directory}/{name}", None, (), message)
+
+
+def _directories(view: StoreView) -> dict[str, Callable[[str], bool]]:
+    """Return, for each directory of an array, what tells whether a name in it is that of one of its objects."""
+    schema, record = view.schema, view.record
+    shards = None if record.phase == "tokens" else schema.tokens.num_shards
+    directories: dict[str, Callable[[str], bool]] = {
+        column: partial(_names_object, column, shards, schema.num_layers if column == LAYERS else 1)
+        for column in COLUMNS
+        if column not in view.foreign
+    }
+    for ledger in (TOKEN_LEDGER, STATE_LEDGER):
+        directories[ledger] = partial(_names_object, ledger, shards, 1)
+    if schema.sources:
+        directories[SHARD_SOURCES] = partial(_names_object, SHARD_SOURCES, shards, 1)
+    specs = {path: schema.weights(shape) for path, shape in record.weights.items()}
+    if record.complete:  # before, an interrupted writer may have left the beginnings of the next phase
+        specs |= {**schema.token_index(), **schema.final_index()}
+    for path, spec in specs.items():
+        directories[path] = frozenset(key.rpartition("/")[2] for key in array_keys(path, spec)).__contains__
+    return directories
+
+
+def _names_object(directory: str, shards: int | None, slots: int, name: str) -> bool:
+    match = _NUMBERS.fullmatch(name)
+    if match is None:
+        return False
+    shard, *rest = (int(number) for number in match.group(1)[1:].split("."))
+    slot = rest[-1] if rest else 0
+    flat = directory in (IDS, MASK, SHARD_SOURCES)
+    expected = f"{directory}/c.{shard}.0" if flat else object_key(directory, shard, slot)
+    return (shards is None or shard < shards) and slot < slots and f"{directory}/{name}" == expected

@@ -1,0 +1,193 @@
+"""The root and the nodes below it: texts, documents, and the seal over all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import cast
+
+from dspark_store.format.jsonvalue import JsonValue, canonical_json
+from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, read_record, record_nodes
+from dspark_store.format.problem import Part, Problem
+from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
+from dspark_store.format.storage import Storage
+
+_ATTEMPTS = 5
+_PAUSE_SECONDS = 0.05
+_MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+type Document = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMetadata:
+    """What a store's metadata says, as far as it can be trusted.
+
+    ``record`` is None when it cannot: then nothing else of the store can be checked. ``foreign`` are the columns that
+    somebody rewrote with other codecs or chunks.
+    """
+
+    record: StoreRecord | None
+    foreign: frozenset[str]
+    problems: tuple[Problem, ...]
+
+
+def check_metadata(storage: Storage) -> CheckedMetadata:
+    """Check the root and every node.
+
+    Raises FileNotFoundError or ValueError where there is no store at all. A growing store is looked at again for a
+    moment, because its writer replaces nodes and root one after the other.
+    """
+    checked = _check(storage)
+    for _ in range(_ATTEMPTS):
+        if not checked.problems or checked.record is None or checked.record.complete:
+            break
+        time.sleep(_PAUSE_SECONDS)
+        checked = _check(storage)
+    return checked
+
+
+def _check(storage: Storage) -> CheckedMetadata:
+    try:
+        record = read_record(storage)
+        expected = record_nodes(record)
+    except (OSError, *_MALFORMED) as error:
+        if not any(storage.exists(node_key(column)) for column in COLUMNS):
+            raise
+        told = _told(error) if storage.exists(ROOT_KEY) else "is missing"
+        return CheckedMetadata(None, frozenset(), (_root_problem(told),))
+    text = storage.read(ROOT_KEY)
+    root: Document = json.loads(text)
+    texts = {path: _read(storage, node_key(path)) for path in expected}
+    nodes = {path: _parse(stored) for path, stored in texts.items()}
+    attributes = cast("Mapping[str, Document]", root["attributes"])[ATTRIBUTE]  # read_record has looked
+    problems = list(_check_root(root, attributes, text))
+    foreign = _sealed_foreign(attributes, expected, nodes)
+    believed = foreign is not None
+    if foreign is None:
+        problems.append(_root_problem("the seal does not hold: it was changed, or a column's that was re-encoded"))
+        believed = _is_well_formed(record) and any(nodes[column] == expected[column] for column in COLUMNS)
+    else:
+        problems += _check_copy(storage, attributes, complete=record.complete)
+    for path, document in expected.items():
+        exempt = path in (foreign or ()) or not believed
+        problems += _check_node(path, document, texts[path], nodes[path], exempt=exempt)
+    return CheckedMetadata(record if believed else None, foreign or frozenset(), tuple(problems))
+
+
+def _is_well_formed(record: StoreRecord) -> bool:
+    """Tell whether the fields that a check goes by have the types that they should have."""
+    tables = (record.manifest, record.head, record.weights, record.checksums)
+    return all(isinstance(table, dict) for table in tables) and isinstance(record.store_id, str)
+
+
+def _told(error: Exception) -> str:
+    return f"cannot be read: {error}" if isinstance(error, OSError | ValueError) else f"is malformed: {error!r}"
+
+
+def _check_root(root: Document, attributes: Document, text: bytes) -> Iterator[Problem]:
+    if not _is_same(root, group_document({ATTRIBUTE: attributes})):
+        yield _root_problem("has fields or attributes that no writer wrote")
+    elif not _is_as_written(root, text):
+        yield _root_problem("is not the text that was written, though it says the same")
+
+
+def _check_copy(storage: Storage, attributes: Document, *, complete: bool) -> Iterator[Problem]:
+    """Check the copy of a root whose seal holds. Stores from before there were copies do not promise one.
+
+    While a store grows, the copy may be ahead of its root, after a crash between the two.
+    """
+    if attributes.get("root_copy") != COPY_KEY:
+        return
+    text = _read(storage, COPY_KEY)
+    if isinstance(text, Exception):
+        message = "is missing" if isinstance(text, FileNotFoundError) else f"cannot be read: {text}"
+        yield Problem(Part.ROOT, COPY_KEY, None, (), message)
+    elif text != metadata_bytes(group_document({ATTRIBUTE: attributes})) and (complete or not _is_sealed(text)):
+        yield Problem(Part.ROOT, COPY_KEY, None, (), f"is not a copy of {ROOT_KEY}")
+
+
+def _is_sealed(text: bytes) -> bool:
+    """Tell whether a root's text holds by itself: its seal, over the metadata that its layout gives."""
+    try:
+        attributes = json.loads(text)["attributes"][ATTRIBUTE]
+        nodes = record_nodes(parse_record(attributes, COPY_KEY))
+        return bool(seal_digest(attributes, nodes) == attributes["seal"])
+    except _MALFORMED:
+        return False
+
+
+def _check_node(
+    path: str, expected: Document, text: bytes | Exception, found: Document | None, *, exempt: bool
+) -> Iterator[Problem]:
+    """Yield what is wrong with a node; one that is ``exempt`` may hold anything."""
+
+    def problem(message: str) -> Problem:
+        return Problem(Part.NODE, node_key(path), None, (), message)
+
+    if isinstance(text, FileNotFoundError):
+        yield problem("is missing")
+    elif isinstance(text, Exception):
+        yield problem(f"cannot be read: {text}")
+    elif found is None:
+        yield problem("is not a JSON object")
+    elif exempt:
+        return
+    elif not _is_same(found, expected):
+        yield problem("is not the one that was sealed")
+    elif not _is_as_written(found, text):
+        yield problem("is not the text that was written, though it says the same")
+
+
+def _sealed_foreign(
+    attributes: Document, expected: Nodes, nodes: Mapping[str, Document | None]
+) -> frozenset[str] | None:
+    """Return the columns with whose own metadata the seal holds, all else as the layout has it; None: it does not.
+
+    So a node that was changed is told from a root that was: the seal holds over what the node should be.
+    """
+    others = {column: found for column in COLUMNS if (found := nodes[column]) not in (None, expected[column])}
+    for count in range(len(others) + 1):
+        for chosen in combinations(others, count):
+            sealed = {**expected, **{column: others[column] for column in chosen}}
+            if seal_digest(attributes, sealed) == attributes.get("seal"):
+                return frozenset(chosen)
+    return None
+
+
+def _is_same(found: Document, expected: Document) -> bool:
+    """Tell whether two documents are one: to Python 3 is 3.0, and 1 is true."""
+    try:
+        return canonical_json(found) == canonical_json(expected)
+    except ValueError:  # NaN, or half a character
+        return False
+
+
+def _is_as_written(document: Document, text: bytes) -> bool:
+    try:
+        return metadata_bytes(document) == text
+    except ValueError:  # NaN, or half a character
+        return False
+
+
+def _read(storage: Storage, key: str) -> bytes | Exception:
+    try:
+        return storage.read(key)
+    except OSError as error:
+        return error
+
+
+def _parse(text: bytes | Exception) -> Document | None:
+    try:
+        document = None if isinstance(text, Exception) else json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _root_problem(message: str) -> Problem:
+    return Problem(Part.ROOT, ROOT_KEY, None, (), message)

@@ -1,0 +1,57 @@
+"""The chunks of an object come in the order of its bytes, and nothing lies between them."""
+
+import numpy as np
+import pytest
+
+from dspark_store.format.codecs import plain_chain
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
+from dspark_store.format.objects import Expected
+from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
+from dspark_store.format.storage import LocalStorage
+from dspark_store.readers.checks.objects import open_checked
+
+GRID = ShardGrid(3, 3, 8, 4)
+PLACE = Place("x", 0, None, 0)
+EXPECTED = Expected("id", PLACE)
+CHUNKS = {slot: np.full(2**18, slot, "<u4") for slot in (4, 5, 0, 2)}  # a MiB each: a window holds one
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """An object whose rows stand in another order than their numbers."""
+    storage = LocalStorage(tmp_path)
+    writer = ShardWriter(storage.create("x/c.0"), GRID.slots)
+    for slot, values in CHUNKS.items():
+        writer.append(slot, plain_chain(4).encode(values))
+    writer.finish(ObjectLabel("id", (PLACE,), 3, "00"))
+    return storage
+
+
+def test_chunks_come_in_the_order_of_the_bytes(storage):
+    opened = open_checked(storage, "x/c.0", GRID, EXPECTED, 3)
+    seen = {slot: bytes(chunk[:-4]) for slot, chunk in opened.chunks()}
+    assert list(seen) == [4, 5, 0, 2]
+    assert seen == {slot: values.tobytes() for slot, values in CHUNKS.items()}
+    opened.reader.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "message"),
+    [(2, (), "holds 3 rows, expected 2"), (3, (7,), r"has [\d,]+ bytes, the ledger says 7")],
+)
+def test_another_number_of_rows_or_bytes_is_refused(storage, rows, sizes, message):
+    with pytest.raises(DamagedStoreError, match=message):
+        open_checked(storage, "x/c.0", GRID, EXPECTED, rows, sizes)
+
+
+def test_two_chunks_over_the_same_bytes_are_refused(tmp_path):
+    """The sizes add up to those of the data, but one chunk lies over another and a gap is left."""
+    storage = LocalStorage(tmp_path)
+    writer = ShardWriter(storage.create("x/c.0"), GRID.slots)
+    for slot in (0, 2, 4):
+        writer.append(slot, plain_chain(4).encode(np.full(4, slot, "<u4")))
+    writer._index[2, 0] = writer._index[0, 0]
+    writer.finish(ObjectLabel("id", (PLACE,), 3, "00"))
+    with pytest.raises(DamagedStoreError, match="holds bytes between its chunks"):
+        open_checked(storage, "x/c.0", GRID, EXPECTED, 3)
