@@ -3,26 +3,118 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from dspark_store.precompute.progress import Progress
-from dspark_store.readers.cache import open_cache
-from dspark_store.readers.verify import verify_store
+from dspark_store.format.problem import Problem
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
+from dspark_store.precompute.progress import Progress, size_text
+
+if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
+    from dspark_store.inspection.recomputing import Recomputed
 
 DAMAGED = 1
+_SHOWN = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", help="the store's directory")
+    parser.add_argument("--quick", action="store_true", help="sizes and trailers only, no chunk: after a copy")
+    parser.add_argument("--recompute", type=_positive, metavar="N", help="run the target again on N random samples")
+    parser.add_argument("--target-model", help="for --recompute: the target that the store was made with")
+    parser.add_argument("--seed", type=int, default=0, help="for --recompute: which samples are drawn (default: 0)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="for --recompute: the difference that is no problem (default: 0)"
+    )
+    parser.add_argument("--device", help="for --recompute: where the target runs; CUDA if there is any")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+    parser.add_argument("--threads", type=_positive, help="threads that check shards; as many as there are cores")
+    parser.add_argument("--scheduler", help="a dask scheduler (tcp://host:8786) whose workers check the shards instead")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
     """Print what is wrong with the store; return 0 when nothing is, else 1."""
-    cache = open_cache(given.store, allow_reduced_depth=True)
-    with Progress("verify", cache.schema.tokens.num_shards, "shards") as progress:
-        problems = verify_store(cache, lambda _done, _shards: progress.advance(1))
-    for problem in problems:
-        samples = f"samples {list(problem.samples[:5])}: " if problem.samples else ""
-        print(f"{samples}{problem.message}")
-    print(f"{len(cache):,} samples checked, {len(problems):,} problems")
-    return DAMAGED if problems else 0
+    if (given.recompute is None) != (given.target_model is None):
+        raise ValueError("--recompute and --target-model go together: how many samples, and what computes them")
+    storage = LocalStorage(given.store)
+    found = _verify(given, storage)
+    fresh: list[Recomputed] = []
+    if given.recompute is not None:
+        fresh, more = _recompute(given, storage, found)
+        in_order = sorted([*found.problems, *more], key=lambda problem: problem.order)
+        found = replace(found, problems=tuple(in_order))
+    if given.json:
+        print(json.dumps({**found.to_json(), "recomputed": [result.to_json() for result in fresh]}, indent=2))
+    else:
+        _print(found, fresh)
+    return DAMAGED if found.problems else 0
+
+
+def _verify(given: argparse.Namespace, storage: LocalStorage) -> Verification:
+    bar: Progress | None = None  # begun when it is known how much there is to do, and that there is a store
+    with ExitStack() as stack:
+
+        def show(state: VerificationProgress) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(Progress("verify", state.of, "shards"))
+            bar.reach(state.shards, lambda: f"{size_text(state.nbytes / max(state.seconds, 1e-9))}/s")
+
+        return verify(storage, quick=given.quick, threads=given.threads, scheduler=given.scheduler, progress=show)
+
+
+def _recompute(
+    given: argparse.Namespace, storage: LocalStorage, found: Verification
+) -> tuple[list[Recomputed], list[Problem]]:
+    """Recompute random samples that nothing else is wrong with; return their differences, and the problems of them."""
+    from dspark_store.inspection.recomputing import (
+        Recomputed,
+        device_called,
+        differing,
+        draw_samples,
+        load_fresh_states,
+    )
+    from dspark_store.readers.cache import Cache
+    from dspark_store.target.source import TargetSource
+
+    cache = Cache(storage, allow_incomplete=True)
+    source = TargetSource(given.target_model, given.trust_remote_code)
+    states = load_fresh_states(cache, source, device_called(given.device))
+    samples = draw_samples(cache, given.recompute, given.seed, found.hit)
+    with Progress("recompute", len(samples), "samples") as bar:
+        results = []
+        for result in states.compare(samples):
+            results.append(result)
+            bar.advance(1)
+    fresh = [result for result in results if isinstance(result, Recomputed)]
+    unreadable = [result for result in results if isinstance(result, Problem)]
+    return fresh, [*unreadable, *differing(fresh, given.tolerance, cache)]
+
+
+def _print(found: Verification, fresh: Sequence[Recomputed]) -> None:
+    for problem in found.problems[:_SHOWN]:
+        print(problem_line(problem))
+    if len(found.problems) > _SHOWN:
+        print(f"... and {len(found.problems) - _SHOWN:,} more problems; --json lists them all")
+    if fresh:
+        equal = sum(result.difference == 0 for result in fresh)
+        worst = max(fresh, key=lambda result: (result.difference != result.difference, result.difference))
+        rest = f"; the largest difference is {worst.difference:.3g}, of sample {worst.sample}"
+        print(f"{len(fresh)} samples recomputed, {equal} equal bit by bit{rest if equal < len(fresh) else ''}")
+    rate = f"{size_text(found.nbytes)} at {size_text(found.nbytes / found.seconds)}/s"
+    what = "sizes and trailers only" if found.quick else rate
+    hit = f", which hit {len(found.hit):,} samples" if found.hit else ""
+    count = f"{len(found.problems):,} problem{'' if len(found.problems) == 1 else 's'}"
+    print(f"{found.samples:,} samples checked, {count}{hit} ({found.shards:,} shards, {what})")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

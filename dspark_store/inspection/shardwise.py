@@ -54,7 +54,7 @@ def _on_cluster[Result](
 ) -> Iterator[tuple[int, Result]]:
     todo = iter(shards)
     with _connect(scheduler) as client:
-        from distributed import as_completed
+        from distributed import KilledWorker, as_completed
 
         def submitted(most: int) -> list[Any]:
             # pure=False: what a store was a moment ago is not what it is now
@@ -65,9 +65,15 @@ def _on_cluster[Result](
         shard_of: dict[str, int] = {}
         threads = sum(client.nthreads().values())
         running = as_completed(submitted(_IN_FLIGHT * max(1, threads)), with_results=True, loop=client.loop)  # type: ignore[no-untyped-call]
-        for future, result in running:
-            yield shard_of.pop(future.key), result
-            running.update(submitted(1))  # type: ignore[no-untyped-call]
+        try:
+            for future, result in running:
+                yield shard_of.pop(future.key), result
+                running.update(submitted(1))  # type: ignore[no-untyped-call]
+        except KilledWorker as error:
+            raise OSError(
+                f"the workers at {scheduler} died of the same shard several times; their logs may say why, mostly it "
+                "is want of memory"
+            ) from error
 
 
 def _connect(scheduler: str) -> Client:

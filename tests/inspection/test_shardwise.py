@@ -14,7 +14,7 @@ from dspark_store.inspection.shardwise import map_shards
 
 @pytest.fixture(scope="module")
 def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         yield cluster
 
 
@@ -42,6 +42,11 @@ class Killing:
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return square(shard)
+
+
+def die(shard: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return shard
 
 
 def square(shard: int) -> int:
@@ -92,6 +97,11 @@ def test_a_lost_worker_changes_nothing(cluster, tmp_path):
     results = map_shards(Killing(tmp_path / "mark"), range(50), scheduler=cluster.scheduler_address)
     assert sorted(results) == [(shard, shard**2) for shard in range(50)]
     assert (tmp_path / "mark").exists()
+
+
+def test_a_shard_that_kills_every_worker_is_told_in_one_line(cluster):
+    with pytest.raises(OSError, match="died of the same shard several times"):
+        list(map_shards(die, range(1), scheduler=cluster.scheduler_address))
 
 
 def test_a_scheduler_that_does_not_answer_is_named(monkeypatch):

@@ -1,0 +1,83 @@
+"""``dspark-store repair``: put a damaged store right, as far as the rest of it tells, and uncommit the rest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+from dspark_store.inspection.repair.mending import Workers
+from dspark_store.inspection.repair.repair import RepairPlan, repair
+from dspark_store.inspection.repair.roots import BeyondRepairError
+
+BEYOND_REPAIR = 1
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("store", help="the store's directory")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--threads", type=int, help="threads that look at the shards; by default one a core")
+    parser.add_argument("--scheduler", help="address of a dask.distributed scheduler whose workers look at the shards")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Repair the store and print what was done; return 0, or 1 when it cannot be repaired."""
+    if given.threads is not None and given.threads < 1:
+        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    try:
+        plan = repair(given.store, Workers(given.threads, given.scheduler), dry_run=given.dry_run)
+    except BeyondRepairError as error:
+        print(f"cannot be repaired: {error}", file=sys.stderr)
+        return BEYOND_REPAIR
+    for line in lines_of(plan, given.store):
+        print(line)
+    if given.dry_run and not plan.empty:
+        print("dry run: nothing was changed")
+    return 0
+
+
+def lines_of(plan: RepairPlan, store: str) -> list[str]:
+    """Return what a repair says of itself, and what is to be done next."""
+    if plan.empty:
+        return [f"{store}: nothing to repair"]
+    lines = [*_listed("restored", plan.restored), *_listed("removed", plan.removed)]
+    lines += _uncommitted("tokens", plan.tokens, plan) + _uncommitted("states", plan.states, plan)
+    if plan.weights:
+        lines.append(f"uncommitted  the target's tables: {plan.weights}")
+    if plan.swept:
+        lines.append(f"removed      {_count(plan.swept, 'file')} that no commit promises")
+    return [*lines, _next(plan, store)]
+
+
+def _listed(word: str, keys: Sequence[str]) -> list[str]:
+    more = [f"{word:<12} and {len(keys) - _SHOWN:,} more"] if len(keys) > _SHOWN else []
+    return [*(f"{word:<12} {key}" for key in keys[:_SHOWN]), *more]
+
+
+def _uncommitted(what: str, shards: Mapping[int, str], plan: RepairPlan) -> list[str]:
+    lines = [
+        f"uncommitted  {what} of shard {shard} (samples {plan.samples_of(shard)}): {why}"
+        for shard, why in sorted(shards.items())[:_SHOWN]
+    ]
+    if len(shards) > _SHOWN:
+        lines.append(f"uncommitted  {what} of {len(shards) - _SHOWN:,} more shards")
+    return lines
+
+
+def _next(plan: RepairPlan, store: str) -> str:
+    if plan.complete:
+        return f"{store} is complete"
+    if plan.copied:
+        return f"next: run the dspark-store rechunk that made {store} once more: it copies what is missing, and no more"
+    if not plan.by_precompute:
+        return f"next: write the missing shards of {store} again, as they were written before"
+    work = [f"reads the tokens of {_count(len(plan.tokens), 'shard')} from the source"] if plan.tokens else []
+    work += [f"runs the target over {_count(plan.samples, 'sample')}"] if plan.samples else []
+    work += ["writes the target's tables"] if plan.weights else []
+    return f"next: run the same precompute on {store} with --resume: it {', '.join(work) or 'completes the store'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,134 @@
+"""Random samples of a store beside fresh forwards of its target."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import Manifest
+from dspark_store.format.problem import Part, Problem
+from dspark_store.format.schema import LAST
+from dspark_store.precompute.capture import CaptureSettings
+from dspark_store.precompute.recompute import recompute
+from dspark_store.precompute.settings import can_hold_tensors
+from dspark_store.readers.cache import Cache
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.fingerprint import target_fingerprint
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
+
+_NEEDED = ("target_weights", "batch_size", "compute_dtype", "num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """The largest difference of a sample's stored states from fresh ones: 0.0 when they are equal bit by bit."""
+
+    sample: int
+    difference: float
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return this as a JSON value; null for a difference that is no number."""
+        return {"sample": self.sample, "difference": self.difference if math.isfinite(self.difference) else None}
+
+
+@dataclass(frozen=True, slots=True)
+class FreshStates:
+    """A store's target, loaded as it was for the capture."""
+
+    cache: Cache
+    capture: TargetCapture
+    settings: CaptureSettings
+
+    def compare(self, samples: Sequence[int]) -> Iterator[Recomputed | Problem]:
+        """Run the target on samples in the batches that they were captured in; yield a difference for each.
+
+        A sample that cannot be read is a problem.
+        """
+        for sample in samples:
+            try:
+                for _, difference in recompute(self.cache, self.capture, self.settings, [sample]):
+                    yield Recomputed(sample, difference)
+            except (DamagedStoreError, OSError) as error:
+                shard = self.cache.schema.tokens.locate(sample)[0]
+                yield Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} cannot be recomputed: {error}")
+
+
+def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) -> FreshStates:
+    """Load the target of a store, with the dtype, the attention and the batch size of its capture.
+
+    ValueError when the store does not say how it was captured, or the target has other weights.
+    """
+    manifest = cache.manifest
+    missing = [name for name in _NEEDED if name not in manifest]
+    if missing:
+        raise ValueError(
+            f"the manifest of {cache.storage} lacks {', '.join(missing)}: its states cannot be recomputed, since no "
+            "precompute wrote it"
+        )
+    weights = target_fingerprint(source)["weights"]
+    if weights != manifest["target_weights"]:
+        raise ValueError(
+            f"target {source.model} has other weights ({weights[:12]}) than the store was made with "
+            f"({str(manifest['target_weights'])[:12]}): give the one that it was made with, {manifest['target_model']}"
+        )
+    attention = manifest.get("attn_implementation")
+    model = load_target(
+        source,
+        dtype=getattr(torch, str(manifest["compute_dtype"])),
+        device=device,
+        attn_implementation=None if attention is None else str(attention),
+        num_layers=_cut(manifest),
+    )
+    settings = CaptureSettings(
+        device, _count(manifest, "batch_size"), cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False
+    )
+    return FreshStates(cache, TargetCapture(model, cache.layer_ids), settings)
+
+
+def device_called(name: str | None) -> torch.device:
+    """Return the device of a name, by default CUDA where there is any; ValueError when there is none of that name."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is unknown: expected cpu, cuda or cuda:N") from error
+    if not can_hold_tensors(device):
+        raise ValueError(f"device {name!r} is not there: torch cannot make a tensor on it; use --device cpu")
+    return device
+
+
+def _cut(manifest: Manifest) -> int | None:
+    """Return how many layers of the target the store was captured from, None for all."""
+    return None if manifest.get("target_num_hidden_layers_full") is None else _count(manifest, "num_hidden_layers")
+
+
+def _count(manifest: Manifest, name: str) -> int:
+    value = manifest[name]
+    if not isinstance(value, int):
+        raise ValueError(f"the manifest's {name} is {value!r}, expected a number")
+    return value
+
+
+def draw_samples(cache: Cache, count: int, seed: int, without: Collection[int]) -> list[int]:
+    """Return ``count`` random samples of the committed shards, ascending, or all where there are no more."""
+    shards = cache.index.committed()
+    pool = [sample for shard in shards for sample in cache.schema.tokens.rows(shard) if sample not in without]
+    return sorted(random.Random(seed).sample(pool, min(count, len(pool))))
+
+
+def differing(results: Sequence[Recomputed], tolerance: float, cache: Cache) -> list[Problem]:
+    """Return a problem for each sample that differs by more than ``tolerance``, or by what is no number."""
+    problems = []
+    for result in results:
+        if result.difference <= tolerance:
+            continue
+        shard = cache.schema.tokens.locate(result.sample)[0]
+        text = f"sample {result.sample} differs from a fresh forward of the target by up to {result.difference:.3g}"
+        problems.append(Problem(Part.STATES, LAST, shard, (result.sample,), text))
+    return problems

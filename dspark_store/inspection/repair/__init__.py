@@ -1,0 +1,1 @@
+"""Putting a damaged store right."""

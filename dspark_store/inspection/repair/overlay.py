@@ -1,0 +1,198 @@
+"""A store with changes that are not made yet: seen as if they were, and made later, one after the other."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Buffer, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from dspark_store.format.storage import LocalStorage, ObjectReader
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write an object, replacing an older one."""
+
+    key: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Let an object appear under a second key."""
+
+    source: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove an object."""
+
+    key: str
+
+
+type Change = Put | Link | Delete
+
+
+class MemoryObject:
+    """`ObjectReader` of bytes in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.size = len(data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """See `ObjectReader`."""
+        return self.data[offset : offset + length]
+
+    def read_into(self, buffer: Buffer, offset: int) -> int:
+        """See `ObjectReader`."""
+        view = memoryview(buffer).cast("B")
+        part = self.data[offset : offset + len(view)]
+        view[: len(part)] = part
+        return len(part)
+
+    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """See `ObjectReader`."""
+        done = 0
+        for buffer in buffers:
+            done += self.read_into(buffer, offset + done)
+        return done
+
+    def close(self) -> None:
+        """See `ObjectReader`."""
+
+
+@dataclass(slots=True)
+class MemoryWriter:
+    """`ObjectWriter` of an object that becomes a change."""
+
+    overlay: Overlay
+    key: str
+    parts: list[bytes] = field(default_factory=list)
+
+    def write(self, *parts: Buffer) -> None:
+        """See `ObjectWriter`."""
+        self.parts += [part.tobytes() if isinstance(part, np.ndarray) else bytes(part) for part in parts]
+
+    def commit(self) -> None:
+        """See `ObjectWriter`."""
+        self.overlay.put(self.key, b"".join(self.parts))
+
+    def abort(self) -> None:
+        """See `ObjectWriter`."""
+        self.parts.clear()
+
+
+class Overlay(LocalStorage):
+    """A `Storage` over one on disk, which stays as it is until `apply`. What is put must fit into memory."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.changes: list[Change] = []
+        self._latest: dict[str, Change] = {}
+        self._name = secrets.token_hex(8)
+
+    def __hash__(self) -> int:
+        return hash((self.root, self._name, len(self.changes)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Overlay) and (other._name, len(other.changes)) == (self._name, len(self.changes))
+
+    def _add(self, change: Change) -> None:
+        self.changes.append(change)
+        self._latest[change.key] = change
+
+    def _source(self, key: str) -> str | bytes:
+        """Return the bytes of an object that was changed, or the key of the one on disk that stands for it."""
+        change = self._latest.get(key)
+        if change is None:
+            return key
+        if isinstance(change, Put):
+            return change.data
+        if isinstance(change, Link):
+            return change.source
+        raise FileNotFoundError(f"{self.path(key)} is removed")
+
+    def open(self, key: str) -> ObjectReader:  # type: ignore[override] # an object in memory is no file
+        """See `Storage`."""
+        source = self._source(key)
+        if isinstance(source, bytes):
+            return MemoryObject(source)
+        return super().open(source)
+
+    def read(self, key: str) -> bytes:
+        """See `Storage`."""
+        source = self._source(key)
+        return source if isinstance(source, bytes) else super().read(source)
+
+    def exists(self, key: str) -> bool:
+        """See `Storage`."""
+        change = self._latest.get(key)
+        return super().exists(key) if change is None else not isinstance(change, Delete)
+
+    def list(self, directory: str) -> list[str]:
+        """See `Storage`."""
+        names = set(super().list(directory))
+        for key, change in self._latest.items():
+            folder, _, name = key.rpartition("/")
+            if folder == directory:
+                names = names - {name} if isinstance(change, Delete) else names | {name}
+        return sorted(names)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Storage`."""
+        self._add(Put(key, data))
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """See `Storage`."""
+        if self.exists(key):
+            raise FileExistsError(f"{self.path(key)} exists")
+        self.put(key, data)
+
+    def create(self, key: str) -> MemoryWriter:  # type: ignore[override] # an object in memory is no file
+        """See `Storage`."""
+        return MemoryWriter(self, key)
+
+    def link(self, source: str, key: str) -> None:
+        """See `Storage`; ``source`` must be on disk, unchanged."""
+        if source in self._latest:
+            raise ValueError(f"{source} is changed, and cannot be linked to before it is written")
+        self._add(Link(source, key))
+
+    def delete(self, key: str) -> None:
+        """See `Storage`."""
+        if self.exists(key):
+            self._add(Delete(key))
+
+    def sweep(self) -> int:
+        """See `Storage`."""
+        leftovers = [path.relative_to(self.root).as_posix() for path in self.temporaries()]
+        for key in leftovers:
+            self.delete(key)
+        return len(leftovers)
+
+    def apply(self, storage: LocalStorage) -> None:
+        """Make the changes in the order in which they were asked for."""
+        for change in self.changes:
+            match change:
+                case Put(key, data):
+                    storage.put(key, data)
+                case Link(source, key):
+                    storage.link(source, key)
+                case Delete(key):
+                    storage.delete(key)
+                    _remove_empty_folders(storage, key)
+
+
+def _remove_empty_folders(storage: LocalStorage, key: str) -> None:
+    """Remove the folders of a removed object that are empty: a Zarr reader would warn of one that is no node."""
+    for folder in PurePosixPath(key).parents[:-1]:
+        try:
+            storage.path(str(folder)).rmdir()
+        except OSError:
+            return

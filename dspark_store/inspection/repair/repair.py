@@ -1,0 +1,186 @@
+"""Putting a damaged store right: what the rest of it proves is restored, what is lost is uncommitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dspark_store.format.grid import ShardGrid
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
+from dspark_store.format.problem import Part, Problem
+from dspark_store.format.schema import COLUMNS
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.repair.ledgers import mend_ledgers, mend_status
+from dspark_store.inspection.repair.mending import Mending, Workers
+from dspark_store.inspection.repair.overlay import Overlay
+from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
+from dspark_store.inspection.repair.tables import mend_weights
+from dspark_store.inspection.repair.tokenindex import mend_token_index
+from dspark_store.inspection.repair.tokenphase import mend_token_phase
+from dspark_store.inspection.repair.uncommit import sweep, uncommit
+from dspark_store.readers.checks.listing import check_strays
+from dspark_store.readers.checks.shard import ShardCheck, open_view
+from dspark_store.readers.checks.view import StoreView
+from dspark_store.writers.ledgers import state_ledger
+from dspark_store.writers.lock import StoreLock, check_lock
+
+
+@dataclass(frozen=True, slots=True)
+class RepairPlan:
+    """What a repair will do, all of it decided and none of it done.
+
+    ``restored`` are the keys of objects that are put right by the rest of the store, ``removed`` those that are no part
+    of it. ``tokens`` and ``states`` are the shards that are uncommitted, with the reason; ``weights`` why the target's
+    tables are, or "". ``swept`` objects of what is uncommitted are removed. The next precompute runs the target over
+    ``samples`` samples.
+    """
+
+    restored: tuple[str, ...]
+    removed: tuple[str, ...]
+    tokens: Mapping[int, str]
+    states: Mapping[int, str]
+    weights: str
+    swept: int
+    grid: ShardGrid
+    samples: int
+    complete: bool
+    by_precompute: bool
+    copied: bool
+    changes: Overlay
+
+    def samples_of(self, shard: int) -> str:
+        """Return the samples of a shard as text."""
+        samples = self.grid.rows(shard)
+        return f"{samples.start}-{samples.stop - 1}"
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to repair."""
+        return not self.changes.changes
+
+    def apply(self, storage: LocalStorage) -> None:
+        """Do it. An interrupted repair is gone on with by planning and doing another one. Needs the store's lock."""
+        self.changes.apply(storage)
+
+
+def _refuse_no_store(storage: LocalStorage) -> None:
+    if not any(storage.exists(key) for key in (ROOT_KEY, COPY_KEY, *(node_key(column) for column in COLUMNS))):
+        raise FileNotFoundError(f"{storage} holds no dspark-store: there is neither {ROOT_KEY} nor an array of one")
+
+
+def repair(root: str, workers: Workers, *, dry_run: bool = False) -> RepairPlan:
+    """Repair the store at ``root``, under its lock, or only say what would be done; return the plan that was made.
+
+    BlockingIOError when a job is writing to the store, and what `plan_repair` raises.
+    """
+    storage = LocalStorage(root)
+    _refuse_no_store(storage)
+    with StoreLock(storage) as lock:
+        plan = plan_repair(root, workers)
+        if not dry_run:
+            check_lock(storage, lock.holder)
+            plan.apply(storage)
+    return plan
+
+
+def plan_repair(root: str, workers: Workers) -> RepairPlan:
+    """Look at everything in the store at ``root``, and decide what is to be done about what is not as it was.
+
+    FileNotFoundError when there is no store, BeyondRepairError when what is damaged can neither be proved nor made
+    again. Nothing is written.
+    """
+    storage = Overlay(root)
+    _refuse_no_store(storage)
+    found = find_root(storage)
+    mending = Mending(storage, found, workers)
+    mending.restored += mend_metadata(storage, found)
+    if mending.record.phase == "tokens":
+        mend_token_phase(mending)
+    else:
+        _mend_settled(mending)
+    if mending.spoiled:
+        uncommit(mending)
+    _remove_strays(mending)
+    swept = sweep(mending)
+    schema = mending.schema
+    committed = set(state_ledger(storage, schema).committed())
+    missing = [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
+    return RepairPlan(
+        tuple(mending.restored),
+        tuple(mending.removed),
+        mending.tokens,
+        mending.states,
+        mending.weights,
+        swept,
+        schema.tokens,
+        sum(len(schema.tokens.rows(shard)) for shard in missing),
+        mending.record.complete,
+        "source" in mending.record.manifest,
+        mending.record.copied_from is not None,
+        storage,
+    )
+
+
+def _mend_settled(mending: Mending) -> None:
+    """Mend a store whose tokens are all there: ledgers first, then the index by the tokens, then object by object."""
+    evidence = mend_ledgers(mending)
+    mend_token_index(mending)
+    _mend_shards(mending)
+    mend_weights(mending)
+    if mending.record.complete and not mending.spoiled and not mending.root.foreign:
+        mend_status(mending, evidence)
+
+
+def _mend_shards(mending: Mending) -> None:
+    """Check every object of every shard; link what is good at its other place, note the shards of all else."""
+    view = _view(mending, quick=False)
+    shards = range(mending.schema.tokens.num_shards)
+    for shard, verdict in enumerate(mending.workers.map("verify", ShardCheck(view), shards)):
+        for problem in verdict.problems:
+            if problem.part in (Part.TOKENS, Part.TOKEN_LEDGER, Part.SHARD_SOURCES):
+                mending.spoil(mending.tokens, shard, str(problem))
+            elif problem.part is Part.STATE_LEDGER:
+                mending.spoil(mending.states, shard, str(problem))
+        _mend_states(mending, shard, [problem for problem in verdict.problems if problem.part is Part.STATES])
+
+
+def _mend_states(mending: Mending, shard: int, problems: Sequence[Problem]) -> None:
+    bad = {problem.key: problem for problem in problems}
+    if not bad or shard in mending.states:
+        return
+    row = state_ledger(mending.storage, mending.schema).row(shard)
+    items = mending.schema.state_objects
+    keys = [item.key(shard) for item in items]
+    for key in bad.keys() - set(keys):  # a column that was encoded anew, named as a whole
+        mending.spoil(mending.states, shard, str(bad[key]))
+    entries = row.tolist()
+    good = {
+        key: entry
+        for item, key, entry in zip(items, keys, entries, strict=True)
+        if key not in bad and item.column not in mending.root.foreign
+    }
+    twins = {key: [twin for twin in good if good[twin] == entries[keys.index(key)]] for key in keys if key in bad}
+    for key, found in twins.items():
+        if not found:
+            mending.spoil(mending.states, shard, str(bad[key]))
+    if shard not in mending.states:
+        for key, found in twins.items():
+            mending.storage.link(found[0], key)
+            mending.restored.append(key)
+
+
+def _remove_strays(mending: Mending) -> None:
+    view = _view(mending, quick=True)
+    for problem in check_strays(view):
+        mending.remove(problem.key)
+
+
+def _view(mending: Mending, *, quick: bool) -> StoreView:
+    """Open the store as it is mended so far; BeyondRepairError when its metadata or index is still not right."""
+    view, problems = open_view(mending.storage, quick=quick)
+    if view is None or (problems and quick):
+        raise BeyondRepairError(
+            f"{mending.storage} cannot be repaired: {problems[0]}; put the file back from a backup, or precompute into "
+            "a new --output-dir"
+        )
+    return view

@@ -1,0 +1,53 @@
+"""Putting the target's tables right: a tied head and the embedding are the same bytes at two places."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from dspark_store.format.digests import DIGEST_BYTES, array_keys
+from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
+from dspark_store.inspection.repair.mending import Mending
+from dspark_store.readers.checks.arrays import check_weights
+
+
+def mend_weights(mending: Mending) -> None:
+    """Link the objects of a tied head and its embedding to the good ones of both; note other damage."""
+    problems = check_weights(mending.storage, mending.record)
+    if not problems:
+        return
+    bad = {problem.key for problem in problems}
+    if any(key.startswith(f"{HEAD_BIAS}/") for key in bad) or not _mend_tied(mending, bad):
+        mending.weights = str(problems[0])
+
+
+def _mend_tied(mending: Mending, bad: set[str]) -> bool:
+    """Choose for each object the place where it is whole, so that together they have the checksum of the tables."""
+    record = mending.record
+    checksum = record.checksums.get(EMBED)
+    if checksum is None or checksum != record.checksums.get(HEAD):
+        return False
+    spec = record.schema.weights(record.weights[EMBED])
+    embedding, head = array_keys(EMBED, spec), array_keys(HEAD, spec)
+    for first, second in ((embedding, head), (head, embedding)):
+        chosen = [twin if key in bad else key for key, twin in zip(first, second, strict=True)]
+        if _checksum(mending, chosen) == checksum:
+            for key, twin, good in zip(first, second, chosen, strict=True):
+                _link(mending, good, twin if good == key else key)
+            return True
+    return False
+
+
+def _checksum(mending: Mending, keys: Sequence[str]) -> str | None:
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for key in keys:
+        if not mending.storage.exists(key):
+            return None
+        state.update(mending.storage.read(key))
+    return state.hexdigest()
+
+
+def _link(mending: Mending, good: str, key: str) -> None:
+    if not mending.storage.exists(key) or mending.storage.read(key) != mending.storage.read(good):
+        mending.storage.link(good, key)
+        mending.restored.append(key)

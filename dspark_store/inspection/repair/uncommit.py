@@ -1,0 +1,93 @@
+"""Taking back what must be made again, so that the next precompute makes just that.
+
+The order counts: at every step an interrupted repair leaves a store in which the next one finds what is still to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes
+from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
+from dspark_store.inspection.repair.mending import Mending
+from dspark_store.inspection.repair.roots import BeyondRepairError
+from dspark_store.writers.ledgers import state_ledger, token_ledger
+from dspark_store.writers.recovery import sweep_uncommitted
+
+_TABLES = (EMBED, HEAD, HEAD_BIAS)
+
+
+def uncommit(mending: Mending) -> None:
+    """Take back the spoiled shards and tables of a store, and with them the phase that they belong to.
+
+    BeyondRepairError when a column was encoded anew by another tool, as which nothing here could make it again.
+    """
+    if mending.root.foreign:
+        name, reason = min(mending.root.foreign), _first_reason(mending)
+        raise BeyondRepairError(
+            f"{mending.storage} cannot be repaired, since another tool has encoded {name} anew: {reason}; put the "
+            "files back from a backup, or precompute into a new --output-dir"
+        )
+    record = without_weights(mending.record) if mending.weights else mending.record
+    if record.phase != "tokens":
+        mending.write_record(in_phase_states(record))
+    states = state_ledger(mending.storage, mending.schema)
+    for shard in sorted(mending.states):
+        states.retract(shard)
+    if mending.tokens:
+        # the states' rows are gone before: in the phase of tokens nobody looks into their objects
+        mending.write_record(in_phase_tokens(mending.record))
+        for shard in sorted(mending.tokens):
+            token_ledger(mending.storage).retract(shard)
+
+
+def sweep(mending: Mending) -> int:
+    """Remove what the record does not promise: arrays of later phases, objects without a ledger row, temporary files.
+
+    Returns how many objects.
+    """
+    storage, record = mending.storage, mending.record
+    before = len(storage.changes)
+    promised = record_nodes(record)
+    arrays = [*record.schema.token_index(), *record.schema.final_index(), *_TABLES]
+    for path in arrays:
+        if path not in promised:
+            for name in storage.list(path):
+                if name == ROOT_KEY or name.startswith("c."):
+                    storage.delete(f"{path}/{name}")
+    for group in sorted({parent.as_posix() for path in arrays for parent in PurePosixPath(path).parents} - {"."}):
+        if group not in promised:
+            storage.delete(node_key(group))
+    sweep_uncommitted(storage, record)
+    return len(storage.changes) - before
+
+
+def in_phase_states(record: StoreRecord) -> StoreRecord:
+    """Return the record of a store of which states, or the tables, are still to be made."""
+    return replace(record, phase="states", checksums=_without(record, record.schema.final_index()))
+
+
+def in_phase_tokens(record: StoreRecord) -> StoreRecord:
+    """Return the record of a store of which tokens are still to be made; how many samples it has stays known."""
+    index = {**record.schema.final_index(), **record.schema.token_index()}
+    return replace(record, phase="tokens", checksums=_without(record, index))
+
+
+def without_weights(record: StoreRecord) -> StoreRecord:
+    """Return the record of a store that the target's tables are still to be written to."""
+    return replace(record, weights={}, head={}, checksums=_without(record, record.weights))
+
+
+def _without(record: StoreRecord, paths: Iterable[str]) -> dict[str, str]:
+    gone = set(paths)
+    return {path: checksum for path, checksum in record.checksums.items() if path not in gone}
+
+
+def _first_reason(mending: Mending) -> str:
+    for what, shards in (("tokens", mending.tokens), ("states", mending.states)):
+        for shard, why in sorted(shards.items()):
+            return f"the {what} of shard {shard} must be made again ({why})"
+    return f"the target's tables must be written again ({mending.weights})"
