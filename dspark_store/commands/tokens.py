@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import pairwise
 from typing import TextIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dspark_store.commands.terminal import Colours, decoder, masked_text
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
 from dspark_store.sources.blend import Blend
@@ -24,7 +24,6 @@ from dspark_store.target.load import load_target_config, load_tokenizer, text_co
 from dspark_store.target.source import TargetSource
 
 FIRST_SAMPLES = 3
-_SUPERVISED, _PLAIN = "\x1b[32m", "\x1b[0m"
 _ROWS_A_STEP = 64
 
 
@@ -117,13 +116,8 @@ def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, voca
 def _print_sample(title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:
     supervised = int(sample.loss_mask.sum())
     print(f"{title}: {len(sample.input_ids):,} tokens, {supervised:,} supervised", file=out)
-    coloured = out.isatty()
-    edges = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.input_ids)]
-    for start, stop in pairwise(edges):
-        text = str(tokenizer.decode(sample.input_ids[start:stop].tolist()))
-        said = bool(sample.loss_mask[start])
-        print(f"{_SUPERVISED}{text}{_PLAIN}" if said and coloured else text, end="", file=out)
-    print("\n", file=out)
+    text = masked_text(sample.input_ids, sample.loss_mask, decoder(tokenizer), Colours(out))
+    print(f"{text}\n", file=out)
 
 
 def _places(source: Source, record: int) -> list[str]:

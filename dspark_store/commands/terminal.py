@@ -1,0 +1,72 @@
+"""What commands print on a terminal: colours, lines that fit, and tokens with what is supervised among them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TextIO
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+type Colour = Literal["red", "green", "yellow", "bold"]
+type Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
+
+_CODES: dict[Colour, str] = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
+_WIDEST = 100
+# Text of a corpus may hold anything; what a terminal would obey is shown, and not obeyed.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Colours:
+    """Colours text for a stream: on a terminal only, and not where the environment has NO_COLOR (no-color.org)."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.shown = out.isatty() and not os.environ.get("NO_COLOR")
+
+    def paint(self, text: str, colour: Colour) -> str:
+        """Return the text in a colour, or as it is."""
+        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.shown and text else text
+
+
+def columns() -> int:
+    """Return how wide a line may be: as the terminal is, 80 columns where there is none, but never over 100."""
+    return min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
+
+
+def entry(name: str, text: str, width: int, indent: int = 10) -> list[str]:
+    """Return a name and what is to be said of it, as lines of at most ``width`` columns; nothing is left out."""
+    lines = textwrap.wrap(visible(text), max(20, width - indent), break_on_hyphens=False) or [""]
+    return [f"{name if number == 0 else '':<{indent}}{line}".rstrip() for number, line in enumerate(lines)]
+
+
+def visible(text: str) -> str:
+    """Return the text with control characters, but for tabs and ends of lines, written out."""
+    return text.translate(_CONTROLS)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Return what decodes ids with a tokenizer, special tokens included."""
+    return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def masked_text(
+    ids: np.ndarray, mask: np.ndarray, decode: Decode, colours: Colours, marks: tuple[str, str] = ("", "")
+) -> str:
+    """Return the text of some tokens, (length,), what is supervised of it in green.
+
+    ``marks`` stand around supervised text where there are no colours.
+    """
+    before, after = ("", "") if colours.shown else marks
+    parts = []
+    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]):
+        text = visible(decode(ids[start:stop].tolist()))
+        supervised = stop > start and bool(mask[start])
+        parts.append(f"{before}{colours.paint(text, 'green')}{after}" if supervised else text)
+    return "".join(parts)

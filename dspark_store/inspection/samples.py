@@ -1,0 +1,122 @@
+"""Single samples of a store, whatever its phase: their tokens, and the size of their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dspark_store.format.ledger import Ledger
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, SOURCE_CURSOR, TOKEN_LEDGER, TOKEN_OBJECTS
+from dspark_store.format.storage import Storage
+from dspark_store.readers.cache import Cache
+from dspark_store.writers.tokens import read_token_shard
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokens:
+    """The valid tokens of a sample: ``ids``, (length,) integers, and ``mask``, (length,) of 0 and 1."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StateNorms:
+    """A layer's states over the tokens of a sample; ``layer_id`` is None for the last hidden states.
+
+    ``mean_norm``, ``least_norm`` and ``most_norm`` are of the Euclidean norms of the tokens whose states are finite,
+    ``least`` and ``most`` the values among them; all are NaN where there is no such token. ``nonfinite`` counts the
+    values that are not finite.
+    """
+
+    layer_id: int | None
+    mean_norm: float
+    least_norm: float
+    most_norm: float
+    least: float
+    most: float
+    nonfinite: int
+
+
+class SampleReader:
+    """Reads samples of a store that may still be growing."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._grid = cache.schema.tokens
+        self._growing_tokens = cache.record.phase == "tokens"
+        self._with_states = frozenset(cache.index.committed())
+        self.samples = _samples_so_far(cache.storage, self._grid.shard_size) if self._growing_tokens else len(cache)
+        """How many samples there are, so far."""
+
+    def check(self, sample: int) -> None:
+        """Raise ValueError when there is no such sample, or not yet."""
+        if not 0 <= sample < self.samples:
+            so_far = " so far" if self._growing_tokens else ""
+            raise ValueError(
+                f"sample {sample} is not in the store {self._cache.storage}: it has {self.samples:,} samples{so_far}, "
+                "counted from 0"
+            )
+
+    def tokens(self, sample: int) -> SampleTokens:
+        """Read a sample's tokens; DamagedStoreError when they are not what was written."""
+        if self._growing_tokens:
+            shard, row = divmod(sample, self._grid.shard_size)
+            rows = read_token_shard(self._cache.storage, self._cache.record, shard)
+            return SampleTokens(rows.ids[row], rows.masks[row])
+        length = int(self._cache.lengths[sample])
+        batch = self._cache.read([sample], columns=(IDS, MASK), positions=slice(0, length))
+        return SampleTokens(batch[IDS][0].numpy(), batch[MASK][0].numpy())
+
+    def has_states(self, sample: int) -> bool:
+        """Whether a sample's states are there."""
+        return sample // self._grid.shard_size in self._with_states
+
+    def norms(self, sample: int, layers: Sequence[int] | None = None) -> list[StateNorms]:
+        """Measure captured layers of a sample, all by default, and then its last hidden states.
+
+        ValueError for a layer that was not captured, DamagedStoreError for states that are not what was written.
+        """
+        ids = self._cache.layer_ids if layers is None else layers
+        batch = self._cache.read(
+            [sample],
+            columns=(LAYERS, LAST),
+            layers=layers,
+            positions=slice(0, int(self._cache.lengths[sample])),
+            layout="stacked",
+        )
+        measured = [measure(layer_id, states) for layer_id, states in zip(ids, batch[LAYERS][0], strict=True)]
+        return [*measured, measure(None, batch[LAST][0])]
+
+
+def measure(layer_id: int | None, states: torch.Tensor) -> StateNorms:
+    """Measure states (tokens, H) of any floating dtype, in float64."""
+    values = states.double()
+    finite = values.isfinite()
+    whole = values[finite.all(dim=1)]
+    nonfinite = int((~finite).sum())
+    if not whole.numel():
+        nan = float("nan")
+        return StateNorms(layer_id, nan, nan, nan, nan, nan, nonfinite)
+    norms = whole.norm(dim=1)
+    return StateNorms(
+        layer_id,
+        mean_norm=float(norms.mean()),
+        least_norm=float(norms.min()),
+        most_norm=float(norms.max()),
+        least=float(whole.min()),
+        most=float(whole.max()),
+        nonfinite=nonfinite,
+    )
+
+
+def _samples_so_far(storage: Storage, shard_size: int) -> int:
+    """Return the samples of the shards that stand in the token ledger without a hole from the first one on."""
+    ledger = Ledger(storage, TOKEN_LEDGER, len(TOKEN_OBJECTS))
+    whole = [number for number, shard in enumerate(ledger.committed()) if number == shard]
+    if not whole:
+        return 0
+    return whole[-1] * shard_size + int(ledger.row(whole[-1])[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1])

@@ -1,0 +1,1 @@
+"""A store summed up in a moment, without its states."""

@@ -1,0 +1,60 @@
+"""Bytes of columns and layers, as stored and as values."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.schema import StoreSchema
+from dspark_store.inspection.summary.column_sizes import ShardRows, compare, layer_sizes, token_sizes, total_size
+
+SCHEMA = StoreSchema(5, 3, 10, 4, 2, (0, 1), cache_dtype("fp32"), "default", 5)
+VECTOR = 16
+# Two shards of 3 and 2 samples; in the first one, slot 1 is the object of the last hidden states.
+SHARDS = ShardRows(
+    np.array([[(7, 1), (9, 2), (9, 2)], [(70, 3), (80, 4), (90, 5)]], np.uint64),
+    samples=np.array([3, 2]),
+    tokens=np.array([20, 10]),
+    factor=1.0,
+)
+
+
+def test_a_shared_object_counts_in_the_shards_that_share_it():
+    first, second, last = layer_sizes(SCHEMA, SHARDS)
+    assert (first.stored_bytes, second.stored_bytes, last.stored_bytes) == (77, 80, 99)
+    assert (first.logical_bytes, second.logical_bytes, last.logical_bytes) == (30 * VECTOR, 10 * VECTOR, 30 * VECTOR)
+    assert (second.padded_bytes, second.shared) == (2 * 10 * VECTOR, False)
+    assert (first.name, first.layer_id, last.layer_id) == ("target_hidden_states", 0, None)
+
+
+def test_a_layer_shared_everywhere_takes_nothing():
+    shared = replace(SHARDS, rows=SHARDS.rows[:1], samples=SHARDS.samples[:1], tokens=np.array([20]))
+    _, second, last = layer_sizes(SCHEMA, shared)
+    assert (second.stored_bytes, second.logical_bytes, second.ratio, second.shared) == (0, 0, None, True)
+    assert (last.stored_bytes, last.shared) == (9, False)
+
+
+def test_a_factor_scales_the_bytes_and_not_the_ratio():
+    for one, twice in zip(layer_sizes(SCHEMA, SHARDS), layer_sizes(SCHEMA, replace(SHARDS, factor=2.0)), strict=True):
+        assert one.logical_bytes is not None
+        assert twice.stored_bytes == 2 * one.stored_bytes
+        assert twice.logical_bytes == 2 * one.logical_bytes
+        assert twice.ratio == one.ratio
+
+
+def test_without_lengths_only_what_is_stored_is_known():
+    unknown = replace(SHARDS, tokens=None)
+    total = total_size("together", layer_sizes(SCHEMA, unknown))
+    assert (total.stored_bytes, total.logical_bytes, total.ratio) == (256, None, None)
+
+
+def test_ids_and_mask_are_four_bytes_and_one():
+    rows = np.array([[(3, 1), (2, 2), (99, 3)]], np.uint64)
+    ids, mask = token_sizes(SCHEMA, ShardRows(rows, np.array([3]), np.array([12]), 1.0))
+    assert (ids.logical_bytes, ids.padded_bytes, ids.stored_bytes, ids.ratio) == (48, 120, 3, 16.0)
+    assert (mask.logical_bytes, mask.padded_bytes, mask.stored_bytes) == (12, 30, 2)
+
+
+def test_nothing_stored_has_no_ratio():
+    compared = compare(SCHEMA, 0, 0, 0)
+    assert (compared.padded_ratio, compared.ragged_ratio) == (None, None)
