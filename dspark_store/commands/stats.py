@@ -1,0 +1,143 @@
+"""``dspark-store stats``: what the values of a store are like, as JSON and as a page with plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.inspection.stats.figures import Figures
+from dspark_store.inspection.stats.statistics import DEFAULT_OUTLIER_FACTOR, Rules, measure_store
+from dspark_store.inspection.stats.stats_page import render_page
+from dspark_store.inspection.stats.survey import Selection
+from dspark_store.inspection.stats.vocabulary import Decode
+from dspark_store.precompute.progress import Progress
+from dspark_store.readers.cache import Cache, open_cache
+
+DAMAGED = 1
+JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
+_LAST = "last"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("store", help="the store's directory, which may still be growing")
+    parser.add_argument(
+        "--output", help="where to write both files; the directory STORE-stats beside the store otherwise"
+    )
+    parser.add_argument("--layers", nargs="+", help="captured layers to read, by id, and 'last'; all otherwise")
+    parser.add_argument("--samples", type=int, help="read only so many samples, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of that draw")
+    parser.add_argument(
+        "--outlier-factor", type=float, default=DEFAULT_OUTLIER_FACTOR, help="times of the median channel, see the docs"
+    )
+    parser.add_argument("--tokenizer", help="the target, to show token ids as text; a local target is found by itself")
+    parser.add_argument("--threads", type=int, help="threads that read; one a processor core otherwise")
+    parser.add_argument("--scheduler", help="address of a dask scheduler, whose workers see the store at the same path")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the two files and print where they are; return 0, or 1 when the store is damaged."""
+    rules = Rules(_selection(given), given.outlier_factor)
+    if given.threads is not None and given.threads < 1:
+        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    store = Path(given.store).absolute()  # the workers of a cluster may have been started elsewhere
+    output = _output(store, given.output)
+    try:
+        cache = open_cache(store, allow_incomplete=True, allow_reduced_depth=True)
+        statistics = _measure(cache, rules, given)
+    except DamagedStoreError as error:
+        print(f"error: {error}; dspark-store verify lists all that is wrong", file=sys.stderr)
+        return DAMAGED
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / JSON_NAME, json.dumps(statistics, indent=1, allow_nan=False) + "\n")
+    _write(output / PAGE_NAME, render_page(statistics))
+    print(*_summary(Figures(statistics)), f"written: {output / JSON_NAME}, {output / PAGE_NAME}", sep="\n")
+    return 0
+
+
+def _selection(given: argparse.Namespace) -> Selection:
+    if given.layers is None:
+        return Selection(samples=given.samples, seed=given.seed)
+    wrong = [word for word in given.layers if word != _LAST and not word.removeprefix("-").isdecimal()]
+    if wrong:
+        raise ValueError(f"--layers takes the ids of captured layers, and {_LAST!r}, got {wrong[0]!r}")
+    layers = tuple(int(word) for word in given.layers if word != _LAST)
+    return Selection(layers, _LAST in given.layers, given.samples, given.seed)
+
+
+def _output(store: Path, chosen: str | None) -> Path:
+    """Return the directory to write to; ValueError when that is in the store, whose files are all accounted for."""
+    resolved = store.resolve()
+    output = Path(chosen) if chosen is not None else resolved.with_name(f"{resolved.name}-stats")
+    if output.resolve().is_relative_to(resolved):
+        raise ValueError(f"--output {output} is inside the store: choose a directory outside of it")
+    return output
+
+
+def _measure(cache: Cache, rules: Rules, given: argparse.Namespace) -> dict[str, JsonValue]:
+    decode = _decoder(cache, given.tokenizer)
+    samples = len(cache) if given.samples is None else min(len(cache), given.samples)
+    with Progress("stats", samples, "samples") as progress:
+        return measure_store(
+            cache,
+            rules,
+            threads=given.threads,
+            scheduler=given.scheduler,
+            progress=progress.advance,
+            decode=decode,
+        )
+
+
+def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
+    """Return what turns ids into texts: the tokenizer that was chosen, or the target's where it is on this machine."""
+    target = cache.manifest.get("target_model")
+    if chosen is None and not (isinstance(target, str) and target and Path(target).expanduser().exists()):
+        return None
+    from dspark_store.target.load import load_tokenizer  # transformers takes seconds to import
+    from dspark_store.target.source import TargetSource
+
+    try:
+        tokenizer = load_tokenizer(TargetSource(chosen if chosen is not None else str(target)))
+    except (ValueError, ImportError) as error:
+        if chosen is not None:
+            raise
+        print(f"token ids are shown without their texts: {error}", file=sys.stderr)
+        return None
+
+    def decode(ids: Sequence[int]) -> list[str]:
+        return [str(tokenizer.decode([token])) for token in ids]
+
+    return decode
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole: who reads it meanwhile sees the old one. What is no Unicode in a path becomes "?"."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text, encoding="utf-8", errors="replace")
+    partial.replace(path)
+
+
+def _summary(figures: Figures) -> list[str]:
+    """Return a few lines with the most important figures."""
+    share = figures.text("supervision.share", "percent")
+    counts = f"{figures.text('lengths.samples')} samples, {figures.text('lengths.tokens')} tokens, {share} supervised"
+    lines = [f"{counts}, {figures.text('vocabulary.all.used')} token ids used"]
+    if figures.value("store.phase") != "complete":
+        captured, shards = figures.text("store.captured_shards"), figures.text("store.shards")
+        lines.append(f"growing: the states of {captured} of {shards} shards are captured")
+    paths = [(f"layer {figures.text(f'layers.{at}.layer_id')}", f"layers.{at}") for at in figures.places("layers")]
+    last = figures.value("last_hidden_states")
+    if isinstance(last, Mapping) and last["same_objects_as_layer"] is None:
+        paths.append(("last hidden states", "last_hidden_states"))
+    return lines + [
+        f"{label}: norm {figures.text(f'{path}.norm.mean')} (median {figures.text(f'{path}.norm.quantiles.p50')}), "
+        f"{figures.text(f'{path}.channels.outliers.count')} outlier channels, "
+        f"{figures.text(f'{path}.nonfinite.values')} values not finite"
+        for label, path in paths
+    ]
