@@ -1,0 +1,222 @@
+"""``dspark-store estimate``: how large a store will be, and how long its capture takes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.volumes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
+from dspark_store.inspection.estimate.estimation import TABLES, Bytes, Part, StoreEstimate
+from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, forecast_job, forecast_store
+from dspark_store.precompute.arguments import flag
+from dspark_store.precompute.config import add_settings, config_of
+from dspark_store.precompute.progress import size_text, time_text
+from dspark_store.precompute.settings import settings
+from dspark_store.precompute.watch import StoppedError
+from dspark_store.readers.cache import open_cache
+
+MEASURED_ROWS = 32
+_OF_A_STORE = ("codec", "chunk_tokens", "target_layer_ids", "tokens_per_second")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command: its own, and every setting of a precompute."""
+    parser.add_argument(
+        "data", nargs="*", help="what --input-data takes: files, globs or datasets, or any other source"
+    )
+    parser.add_argument("--store", help="go by the lengths and states of this store, finished or growing")
+    parser.add_argument(
+        "--measure",
+        type=int,
+        default=MEASURED_ROWS,
+        metavar="N",
+        help=f"rows to run through the target and encode, {MEASURED_ROWS} by default; 0 loads no target and goes by a "
+        "table of ratios",
+    )
+    parser.add_argument("--json", action="store_true", help="print the whole answer as JSON")
+    add_settings(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the estimate; return 0, or 143 when the process was told to end.
+
+    ValueError, OSError or ImportError for what a user can mend.
+    """
+    if given.measure < 0:
+        raise ValueError(f"measure must be >= 0, got {given.measure}")
+    try:
+        forecast = _of_store(given) if given.store else _of_job(given)
+    except StoppedError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return error.exit_code
+    if given.json:
+        print(json.dumps(_document(forecast), indent=2))
+        return 0
+    for line in _lines(forecast):
+        print(line)
+    return 0
+
+
+def _of_job(given: argparse.Namespace) -> Forecast:
+    flags = {name: value for name, value in vars(given).items() if name in settings()}
+    if given.data and given.input_data:
+        raise ValueError("the data is given twice: as arguments and with --input-data")
+    flags["input_data"] = given.data or given.input_data
+    return forecast_job(config_of(given.config, flags, output_dir="."), given.measure)
+
+
+def _of_store(given: argparse.Namespace) -> Forecast:
+    flags = {name: value for name, value in vars(given).items() if name in settings() and value is not None}
+    others = [f"--{flag(name)}" for name in flags if name not in _OF_A_STORE]
+    others += ["data"] if given.data else []
+    if others or given.config:
+        known = ", ".join(f"--{flag(name)}" for name in _OF_A_STORE)
+        raise ValueError(f"{(others or ['--config'])[0]} cannot be given with --store, which takes {known} only")
+    cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
+    choice = StoreChoice(
+        codec=given.codec,
+        chunk_tokens=given.chunk_tokens,
+        layer_ids=given.target_layer_ids,
+        tokens_per_second=given.tokens_per_second,
+    )
+    return forecast_store(cache, choice, given.measure)
+
+
+def _lines(forecast: Forecast) -> Iterator[str]:
+    corpus, chosen = forecast.corpus, forecast.chosen
+    supervised = "" if corpus.supervised is None else f" ({int(corpus.supervised.sum()):,} supervised)"
+    yield f"samples    {len(corpus):,} (mean {corpus.tokens / len(corpus):.0f} tokens)"
+    yield f"tokens     {corpus.tokens:,}{supervised}"
+    yield f"basis      {forecast.basis}"
+    yield (
+        f"store      {_size(chosen.total)} as {chosen.variant.dtype}, codec {chosen.variant.codec}, "
+        f"{chosen.schema.chunk_tokens} tokens a chunk"
+    )
+    yield f"disk free  {size_text(forecast.free)}"
+    yield f"time       {_time(forecast)}"
+    yield ""
+    yield from _part_lines(chosen)
+    yield ""
+    yield from _variant_lines(forecast)
+    yield ""
+    yield from _elsewhere_lines(forecast)
+
+
+def _part_lines(chosen: StoreEstimate) -> Iterator[str]:
+    yield f"{'part':34} {'before':>10}  {'stored':>10}  {'':23} {'ratio':>6}  share"
+    for part in chosen.parts:
+        share = part.stored.expected / chosen.total.expected
+        spread = _spread(part.stored)
+        yield (
+            f"{_name(part):34} {size_text(part.before):>10}  {size_text(part.stored.expected):>10}  {spread:23} "
+            f"{part.ratio:5.2f}x {share:6.1%}"
+        )
+    beside = chosen.beside.total
+    share = beside / chosen.total.expected
+    yield f"{'metadata, index, ledger, trailers':34} {'':>10}  {size_text(beside):>10}  {'':23} {'':6} {share:6.1%}"
+
+
+def _name(part: Part) -> str:
+    if part.name == LAYERS:
+        return f"layer {part.layer_id}"
+    if part.name == LAST:
+        return "last hidden states" + ("" if part.layer_id is None else f", layer {part.layer_id}")
+    return "the target's embedding and head" if part.name == TABLES else part.name
+
+
+def _variant_lines(forecast: Forecast) -> Iterator[str]:
+    dtypes = list(dict.fromkeys(store.variant.dtype for store in forecast.others))
+    yield f"{'the whole store, by codec':34} " + "  ".join(f"{dtype:>10}" for dtype in dtypes)
+    for codec in dict.fromkeys(store.variant.codec for store in forecast.others):
+        totals = {store.variant.dtype: store.total for store in forecast.others if store.variant.codec == codec}
+        yield f"{codec:34} " + "  ".join(f"{size_text(totals[dtype].expected):>10}" for dtype in dtypes)
+
+
+def _elsewhere_lines(forecast: Forecast) -> Iterator[str]:
+    samples = sum(part.stored.expected for part in forecast.chosen.parts if part.name != TABLES)
+    yield f"{'the same samples elsewhere':34} {'':>10}  {'of the columns':>22}"
+    for name, count in _elsewhere(forecast).items():
+        yield f"{name:34} {size_text(count):>10}  {count / samples:21.2f}x"
+
+
+def _elsewhere(forecast: Forecast) -> dict[str, int]:
+    """Return the bytes of the samples in other layouts, which do not keep the target's tables."""
+    schema, tokens = forecast.chosen.schema, forecast.corpus.tokens
+    return {
+        "padded safetensors": padded_bytes(schema, len(forecast.corpus)),
+        "ragged rows": ragged_rows_bytes(schema, tokens),
+        "ragged rows, the last state once": ragged_once_bytes(schema, forecast.last_layer, tokens),
+    }
+
+
+def _time(forecast: Forecast) -> str:
+    duration = forecast.duration
+    if duration is None:
+        return "unknown: give --tokens-per-second, or measure"
+    rate = forecast.corpus.tokens / duration.seconds if duration.seconds else 0.0
+    text = f"{time_text(duration.seconds)} at {rate:,.0f} tokens/s, {forecast.rate_basis}"
+    if duration.encode is not None and duration.encode > duration.forward:
+        text += f"; the codec holds the target up, which alone takes {time_text(duration.forward)}"
+    return text
+
+
+def _size(count: Bytes) -> str:
+    spread = _spread(count)
+    return f"{size_text(count.expected)} ({spread})" if spread else size_text(count.expected)
+
+
+def _spread(count: Bytes) -> str:
+    """Return a range as people read it; one row of many tells none, and what is exact has none."""
+    if math.isinf(count.most):
+        return "range unknown"
+    return f"{size_text(count.least)} to {size_text(count.most)}" if count.most > count.least else ""
+
+
+def _document(forecast: Forecast) -> dict[str, JsonValue]:
+    corpus, chosen, duration = forecast.corpus, forecast.chosen, forecast.duration
+    return {
+        "samples": len(corpus),
+        "tokens": corpus.tokens,
+        "supervised": None if corpus.supervised is None else int(corpus.supervised.sum()),
+        "measured_rows": forecast.measured_rows,
+        "basis": forecast.basis,
+        "codec": chosen.variant.codec,
+        "dtype": chosen.variant.dtype,
+        "chunk_tokens": chosen.schema.chunk_tokens,
+        "store_bytes": _range(chosen.total),
+        "state_bytes": _range(chosen.states),
+        "bookkeeping_bytes": dataclasses.asdict(chosen.beside),
+        "parts": [_part_document(part, chosen) for part in chosen.parts],
+        "variants": [
+            {"codec": store.variant.codec, "dtype": store.variant.dtype, "store_bytes": _range(store.total)}
+            for store in forecast.others
+        ],
+        "elsewhere_bytes": {name.replace(",", "").replace(" ", "_"): n for name, n in _elsewhere(forecast).items()},
+        "free_bytes": forecast.free,
+        "seconds": None if duration is None else duration.seconds,
+        "forward_seconds": None if duration is None else duration.forward,
+        "encode_seconds": None if duration is None else duration.encode,
+    }
+
+
+def _part_document(part: Part, chosen: StoreEstimate) -> dict[str, JsonValue]:
+    return {
+        "part": part.name,
+        "layer_id": part.layer_id,
+        "before_bytes": part.before,
+        "stored_bytes": _range(part.stored),
+        "ratio": part.ratio,
+        "share": part.stored.expected / chosen.total.expected,
+    }
+
+
+def _range(count: Bytes) -> dict[str, JsonValue]:
+    """Return a range as JSON; its end is null where one row of many was measured, which tells none."""
+    most = None if math.isinf(count.most) else round(count.most)
+    return {"expected": round(count.expected), "least": round(count.least), "most": most}

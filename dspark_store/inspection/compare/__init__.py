@@ -1,0 +1,1 @@
+"""Two stores beside each other."""

@@ -1,0 +1,154 @@
+"""How far the states of two stores lie apart, shard by shard of the first, with the second's rows beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.inspection.compare.matching import Matching
+from dspark_store.inspection.shardwise import map_shards
+from dspark_store.precompute.progress import Progress
+from dspark_store.readers.cache import Cache
+
+_READ_BYTES = 32 * 1024 * 1024
+
+type StateName = int | None
+"""A captured layer by its id, or None for the last hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorstSample:
+    """The sample whose states lie furthest apart, by its number in each store."""
+
+    difference: float
+    a: int
+    b: int
+
+
+@dataclass(slots=True)
+class StateDifference:
+    """What a comparison has found: ``largest`` absolute difference by layer, ``compared`` samples, ``equal`` of them.
+
+    A value that is not finite in one store only differs by infinity. ``equal`` counts samples of which every bit is the
+    same or, where the dtypes differ, every value as float32; ``unequal`` those others, by layer.
+    """
+
+    largest: dict[StateName, float] = field(default_factory=dict)
+    unequal: dict[StateName, int] = field(default_factory=dict)
+    compared: int = 0
+    equal: int = 0
+    worst: WorstSample | None = None
+
+    def add(self, other: StateDifference) -> None:
+        """Add what was found in another shard."""
+        for name, difference in other.largest.items():
+            self.largest[name] = max(self.largest.get(name, 0.0), difference)
+            self.unequal[name] = self.unequal.get(name, 0) + other.unequal[name]
+        self.compared += other.compared
+        self.equal += other.equal
+        self._note(other.worst)
+
+    def count(self, differences: Mapping[StateName, float | None], a: int, b: int) -> None:
+        """Count one sample: the difference by layer, None where its bits are the same."""
+        for name, difference in differences.items():
+            self.largest[name] = max(self.largest.get(name, 0.0), difference or 0.0)
+            self.unequal[name] = self.unequal.get(name, 0) + (difference is not None)
+        found = [difference for difference in differences.values() if difference is not None]
+        self.compared += 1
+        self.equal += not found
+        if found:
+            self._note(WorstSample(max(found), a, b))
+
+    def _note(self, other: WorstSample | None) -> None:
+        if other is not None and (self.worst is None or _rank(other) > _rank(self.worst)):
+            self.worst = other
+
+
+def _rank(sample: WorstSample) -> tuple[float, int, int]:
+    """Order samples in a way that knows no first and second store, and takes early ones before late ones."""
+    return sample.difference, -min(sample.a, sample.b), -max(sample.a, sample.b)
+
+
+def compare_states(
+    a: Cache, b: Cache, pairs: Matching, layers: Sequence[int], *, threads: int | None = None
+) -> StateDifference:
+    """Compare the states of pairs of samples, both of which must be captured, in some layers and the last states.
+
+    A thread holds 32 MiB of each store's states, or one sample where that is more. DamagedStoreError or OSError where
+    states cannot be read.
+    """
+    shard_of = pairs.a // a.schema.shard_size
+    order = np.lexsort((pairs.b, shard_of))
+    bounds = {int(shard): (first, stop) for shard, first, stop in _runs(shard_of[order])}
+    found = StateDifference()
+    task = partial(_compare_shard, a, b, pairs.kept(order), bounds, layers)
+    with Progress("compare", len(pairs), "samples") as progress:
+        for _, difference in map_shards(task, list(bounds), threads=threads):
+            found.add(difference)
+            progress.advance(difference.compared)
+    return found
+
+
+def _runs(values: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield each value of a rising array, and where it begins and ends."""
+    starts = np.flatnonzero(np.diff(values, prepend=-1)).tolist()
+    for first, stop in pairwise([*starts, len(values)]):
+        yield int(values[first]), first, stop
+
+
+def _compare_shard(
+    a: Cache, b: Cache, pairs: Matching, bounds: Mapping[int, tuple[int, int]], layers: Sequence[int], shard: int
+) -> StateDifference:
+    first, stop = bounds[shard]
+    longest = max(1, int(a.lengths[pairs.a[first:stop]].max()))
+    row_bytes = longest * (len(layers) + 1) * a.schema.hidden_size * max(a.dtype.itemsize, b.dtype.itemsize)
+    step = max(1, _READ_BYTES // row_bytes)
+    found = StateDifference()
+    for begin in range(first, stop, step):
+        end = min(begin + step, stop)
+        samples_a, samples_b = pairs.a[begin:end].tolist(), pairs.b[begin:end].tolist()
+        span = slice(0, int(a.lengths[samples_a].max()))
+        states_a, states_b = (_read(cache, rows, layers, span) for cache, rows in ((a, samples_a), (b, samples_b)))
+        for place, (sample_a, sample_b) in enumerate(zip(samples_a, samples_b, strict=True)):
+            length = int(a.lengths[sample_a])
+            differences = {
+                name: difference(states_a[name][place, :length], states_b[name][place, :length]) for name in states_a
+            }
+            found.count(differences, sample_a, sample_b)
+    return found
+
+
+def _read(cache: Cache, samples: Sequence[int], layers: Sequence[int], span: slice) -> dict[StateName, torch.Tensor]:
+    """Return the states of some samples, (B, positions, H), by layer."""
+    columns = (LAYERS, LAST) if layers else (LAST,)
+    batch = cache.read(samples, columns=columns, layers=layers, positions=span, layout="stacked")
+    states: dict[StateName, torch.Tensor] = {layer: batch[LAYERS][:, place] for place, layer in enumerate(layers)}
+    return {**states, None: batch[LAST]}
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Return the largest absolute difference of two tensors of one shape, None when they are equal bit by bit.
+
+    Different dtypes are compared as float32, and then equal when every value is. Infinity where a value is not finite
+    in one of them only, or is another one.
+    """
+    if a.dtype != b.dtype:
+        a, b = a.float(), b.float()
+        if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            return None
+    elif torch.equal(_bits(a), _bits(b)):
+        return None
+    a, b = a.float(), b.float()
+    apart = (a - b).abs()
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
+def _bits(states: torch.Tensor) -> torch.Tensor:
+    return states.contiguous().view(torch.int16 if states.dtype.itemsize == 2 else torch.int32)

@@ -1,0 +1,1 @@
+"""How large a store will be, and how long it takes."""

@@ -1,0 +1,130 @@
+"""What a store is made from, or holds, as far as an estimate goes: every sample's length, and some samples' tokens."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark_store.format.schema import IDS, MASK
+from dspark_store.precompute.progress import Progress
+from dspark_store.readers.cache import Cache
+from dspark_store.sources.source import Sample, Source, SourceError
+
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tokens of one sample: ids (length,) int32, mask (length,) uint8. ``number`` is its place in the corpus."""
+
+    number: int
+    ids: np.ndarray
+    mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """N samples: ``lengths`` (N,) int64 and, where somebody has counted them, ``supervised`` (N,) int64.
+
+    ``rows`` are some of the samples, chosen at random and in order, the same ones every time.
+    """
+
+    lengths: np.ndarray
+    supervised: np.ndarray | None
+    rows: tuple[Row, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of all samples."""
+        return int(self.lengths.sum())
+
+
+class Reservoir:
+    """Keeps ``size`` of all rows that it is shown, each as likely as any other (Vitter's algorithm R)."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._seen = 0
+        self._random = random.Random(_SEED)
+        self._kept: list[Row] = []
+
+    def show(self, sample: Sample) -> None:
+        """Take note of one more row."""
+        number, self._seen = self._seen, self._seen + 1
+        place = number if number < self._size else self._random.randrange(self._seen)
+        if place < self._size:
+            row = Row(number, sample.input_ids, sample.loss_mask)
+            self._kept[place : place + 1] = [row]
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return what is kept, in the order in which it came."""
+        return tuple(sorted(self._kept, key=lambda row: row.number))
+
+
+def count_source(source: Source, seq_length: int, rows: int, *, all_kept: bool) -> Corpus:
+    """Count what a source gives, and take ``rows`` of it at random.
+
+    A source that knows its lengths is not read through, if ``all_kept`` says that no sample of it is left out for want
+    of supervision, and none of its records is cut into several samples. SourceError when it has no samples.
+    """
+    lengths = source.lengths() if all_kept else None
+    if lengths is not None and lengths.max(initial=0) <= seq_length:
+        return _known(source, lengths, rows)
+    counts, supervised, reservoir = array("q"), array("q"), Reservoir(rows)
+    with Progress("tokenise", len(source), "rows") as progress:
+        for sample in source.read():
+            counts.append(len(sample.input_ids))
+            supervised.append(int(sample.loss_mask.sum()))
+            reservoir.show(sample)
+            progress.reach(source.record_of(sample.cursor), lambda: f"{len(counts):,} samples")
+        progress.reach(len(source), lambda: "")
+    if not counts:
+        raise SourceError("the source has no samples")
+    return Corpus(np.array(counts, np.int64), np.array(supervised, np.int64), reservoir.rows())
+
+
+def _known(source: Source, lengths: np.ndarray, rows: int) -> Corpus:
+    records = np.flatnonzero(lengths)
+    if not len(records):
+        raise SourceError("the source has no samples")
+    chosen = chosen_numbers(len(records), rows)
+    samples = [source.sample(int(records[number])) for number in chosen]
+    taken = tuple(
+        Row(number, sample.input_ids, sample.loss_mask) for number, sample in zip(chosen, samples, strict=True)
+    )
+    return Corpus(lengths[records], None, taken)
+
+
+def count_store(cache: Cache, rows: int) -> Corpus:
+    """Count a store's samples, and take ``rows`` of those whose states can be read, or of all where none can.
+
+    ValueError when the store is still in its token phase.
+    """
+    if cache.record.phase == "tokens":
+        raise ValueError(f"store at {cache.storage} is still in its token phase: its lengths are not known yet")
+    grid = cache.schema.tokens
+    readable = [sample for shard in cache.index.committed() for sample in grid.rows(shard)]
+    samples = readable or range(len(cache))
+    taken = tuple(_row_of(cache, samples[place]) for place in chosen_numbers(len(samples), rows))
+    return Corpus(cache.lengths.astype(np.int64), cache.supervised.astype(np.int64), taken)
+
+
+def _row_of(cache: Cache, sample: int) -> Row:
+    length = int(cache.lengths[sample])
+    batch = cache.read([sample], columns=(IDS, MASK), positions=slice(0, length))
+    return Row(sample, batch[IDS][0].numpy().astype(np.int32), batch[MASK][0].numpy().astype(np.uint8))
+
+
+def chosen_numbers(count: int, wanted: int) -> Sequence[int]:
+    """Return ``wanted`` of the numbers below ``count``, or all of them, in order; the same ones every time."""
+    return sorted(random.Random(_SEED).sample(range(count), min(wanted, count)))

@@ -1,0 +1,160 @@
+"""What ``dspark-store estimate`` answers: a corpus, a measurement, and the store in every codec and dtype."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
+from dspark_store.inspection.estimate.encoded import Variant, variants
+from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
+from dspark_store.inspection.estimate.measurement import Encoder, Measurement, measure_store
+from dspark_store.precompute.config import PrecomputeConfig
+from dspark_store.precompute.estimate import recorded_rate
+from dspark_store.precompute.job import Job, plan_job
+from dspark_store.precompute.refusals import tell_refusals
+from dspark_store.readers.cache import Cache
+
+_NEEDED = ("num_hidden_layers", "target_vocab_size")
+TABLE = "a table of ratios: nothing was measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """``chosen`` is the store that was asked for, ``others`` all codecs and dtypes, it among them.
+
+    ``basis`` tells in words where the ratios come from, ``measured_rows`` is 0 where they are not measured;
+    ``rate_basis`` tells where the speed comes from. ``last_layer`` is the id of the target's last layer, ``free`` the
+    bytes left where the store is to be.
+    """
+
+    corpus: Corpus
+    chosen: StoreEstimate
+    others: tuple[StoreEstimate, ...]
+    last_layer: int
+    measured_rows: int
+    basis: str
+    duration: Duration | None
+    rate_basis: str
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChoice:
+    """What is to be other than in the store whose lengths and states an estimate goes by. None is as it is there."""
+
+    codec: str | None = None
+    chunk_tokens: int | None = None
+    layer_ids: Sequence[int] | None = None
+    tokens_per_second: float | None = None
+
+    def schema(self, cache: Cache) -> StoreSchema:
+        """Return the store's schema, changed; ValueError for a layer that the store does not have."""
+        schema = cache.schema
+        if self.layer_ids is not None:
+            cache.slots(self.layer_ids)
+            schema = replace(schema, layer_ids=tuple(self.layer_ids), num_layers=len(self.layer_ids))
+        if self.codec is None and self.chunk_tokens is None:
+            return schema
+        return Variant(self.codec or schema.codec, schema.dtype.name).schema(schema, self.chunk_tokens or 0)
+
+
+def forecast_job(config: PrecomputeConfig, measure: int) -> Forecast:
+    """Estimate the store that a precompute with these settings would make.
+
+    ``measure`` of its rows are run through the target; with 0 the target is not loaded. Raises what a precompute does.
+    """
+    config.check()
+    job = plan_job(config)
+    schema, last_layer = job.new_record.schema, job.new_record.last_layer
+    corpus = count_source(job.source, config.seq_length, measure, all_kept=config.min_supervised == 0)
+    tell_refusals(job.source)
+    schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
+    measurement, basis = None, TABLE
+    if measure:
+        measurement, device = _measure_job(job, corpus, schemas)
+        basis = f"{len(corpus.rows):,} rows taken at random and run through the target on {device}"
+    duration = estimate_duration(
+        corpus,
+        schema.shard_size,
+        config.batch_size,
+        tokens_per_second=config.tokens_per_second,
+        positions_per_second=measurement.positions_per_second if measurement else None,
+        encode_seconds=measurement.encode_seconds[_variant(schema)] if measurement else None,
+        threads=config.resolved_encode_threads,
+    )
+    given = config.tokens_per_second is not None
+    rate_basis = "as given" if given else "measured on these rows" if measurement else ""
+    chosen, others = _estimates(job.new_record, schemas, corpus, measurement)
+    free = LocalStorage(config.output_dir).free_bytes()
+    rows = len(measurement.rows) if measurement else 0
+    return Forecast(corpus, chosen, others, last_layer, rows, basis, duration, rate_basis, free)
+
+
+def _measure_job(job: Job, corpus: Corpus, schemas: Mapping[Variant, StoreSchema]) -> tuple[Measurement, str]:
+    from dspark_store.inspection.estimate.trial import measure_target
+
+    measurement = Measurement(corpus.rows)
+    with Encoder(measurement, schemas, job.new_record.last_layer) as encoder:
+        encoder.encode_tokens()
+        device = measure_target(job, encoder)
+    return measurement, device
+
+
+def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
+    """Estimate a finished or growing store, or what it would be in another codec or with fewer of its layers.
+
+    ``measure`` of its rows are encoded anew, if it has states already. Dtypes that hold more than the store's are left
+    out: their bits are not known.
+    """
+    missing = [name for name in _NEEDED if name not in cache.manifest]
+    if missing:
+        raise ValueError(f"store at {cache.storage} cannot be estimated: its manifest does not have {missing[0]}")
+    corpus = count_store(cache, measure)
+    schema, storage = choice.schema(cache), cache.storage
+    record = replace(cache.record, schema=schema)
+    dtypes = list(CACHE_DTYPES) if schema.dtype.name == "fp32" else [schema.dtype.name]
+    schemas = _schemas(schema, choice.chunk_tokens or 0, dtypes)
+    measurement, basis = None, TABLE
+    if measure and cache.index.committed():
+        measurement = Measurement(corpus.rows)
+        with Encoder(measurement, schemas, record.last_layer) as encoder:
+            encoder.encode_tokens()
+            measure_store(cache, schema.layer_ids, encoder)
+        basis = f"{len(corpus.rows):,} rows of the store, taken at random and encoded anew"
+    given = choice.tokens_per_second
+    duration = estimate_duration(
+        corpus,
+        schema.shard_size,
+        operator.index(cache.manifest.get("batch_size", 1)),  # type: ignore[arg-type] # a whole number in JSON
+        tokens_per_second=given or recorded_rate(cache.record),
+        positions_per_second=None,
+        encode_seconds=None,
+        threads=1,
+    )
+    chosen, others = _estimates(record, schemas, corpus, measurement)
+    rate_basis = "as given" if given else "as the store records"
+    rows = len(measurement.rows) if measurement else 0
+    return Forecast(corpus, chosen, others, record.last_layer, rows, basis, duration, rate_basis, storage.free_bytes())
+
+
+def _variant(schema: StoreSchema) -> Variant:
+    return Variant(schema.codec, schema.dtype.name)
+
+
+def _schemas(schema: StoreSchema, chunk_tokens: int, dtypes: Sequence[str]) -> dict[Variant, StoreSchema]:
+    """Return the schema in every variant; the one that was asked for is as it is."""
+    found = {variant: variant.schema(schema, chunk_tokens) for variant in variants(dtypes)}
+    return {**found, _variant(schema): schema}
+
+
+def _estimates(
+    record: StoreRecord, schemas: Mapping[Variant, StoreSchema], corpus: Corpus, measurement: Measurement | None
+) -> tuple[StoreEstimate, tuple[StoreEstimate, ...]]:
+    found = {variant: estimate_store(record, schema, corpus, measurement) for variant, schema in schemas.items()}
+    return found[_variant(record.schema)], tuple(found.values())

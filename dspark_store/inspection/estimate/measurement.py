@@ -1,0 +1,129 @@
+"""What real rows come to, encoded in every codec and dtype."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dspark_store.format.schema import LAST, LAYERS, StoreSchema
+from dspark_store.format.volumes import distinct_objects
+from dspark_store.inspection.estimate.corpus import Row
+from dspark_store.inspection.estimate.encoded import Variant, state_row_bytes, table_bytes, token_row_bytes
+from dspark_store.precompute.progress import Progress
+from dspark_store.readers.cache import Cache
+
+type RowStates = tuple[int, list[torch.Tensor]]
+"""The place of a row among those measured, and its states: of each captured layer (length, H), then the last."""
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What ``rows`` came to.
+
+    ``states`` has, for each variant, the chunks' bytes by row and distinct state object, (rows, objects);
+    ``ids`` and ``masks`` (rows,) those of the token columns, by codec preset; ``tables`` the bytes of the target's
+    tables. ``positions_per_second`` is what the target computed, padding included, None where it was not run;
+    ``encode_seconds`` a token, of one thread, by variant.
+    """
+
+    rows: tuple[Row, ...]
+    states: dict[Variant, np.ndarray] = field(default_factory=dict)
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    masks: dict[str, np.ndarray] = field(default_factory=dict)
+    tables: dict[Variant, float] = field(default_factory=dict)
+    positions_per_second: float | None = None
+    encode_seconds: dict[Variant, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(rows,) int64: the tokens of each row."""
+        return np.array([len(row) for row in self.rows], np.int64)
+
+
+class Encoder:
+    """Fills a measurement: encodes rows and tables in every variant, in threads."""
+
+    def __init__(self, measurement: Measurement, schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
+        self.measurement = measurement
+        self._schemas = schemas
+        self._last_layer = last_layer
+        # the codecs are never run in the main thread, where blosc takes threads of its own
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "encode")
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def encode_tokens(self) -> None:
+        """Encode the token columns of all rows."""
+        for variant, schema in self._schemas.items():
+            if variant.codec not in self.measurement.ids:
+                sizes = [token_row_bytes(schema, row.ids, row.mask) for row in self.measurement.rows]
+                self.measurement.ids[variant.codec] = np.array([ids for ids, _ in sizes], np.int64)
+                self.measurement.masks[variant.codec] = np.array([mask for _, mask in sizes], np.int64)
+
+    def encode_states(self, rows: Iterable[RowStates]) -> None:
+        """Encode the states of rows as they come."""
+        count = len(self.measurement.rows)
+        for variant, schema in self._schemas.items():
+            objects = distinct_objects(schema, self._last_layer)
+            self.measurement.states[variant] = np.zeros((count, len(objects)), np.int64)
+            self.measurement.encode_seconds[variant] = 0.0
+        with Progress("measure", int(self.measurement.tokens.sum()), "tokens") as progress:
+            for place, states in rows:
+                self._encode_row(place, states)
+                progress.advance(len(self.measurement.rows[place]))
+        tokens = max(1, int(self.measurement.tokens.sum()))
+        for variant in self._schemas:
+            self.measurement.encode_seconds[variant] /= tokens
+
+    def _encode_row(self, place: int, states: list[torch.Tensor]) -> None:
+        tasks = []
+        for variant, schema in self._schemas.items():
+            for number, item in enumerate(distinct_objects(schema, self._last_layer)):
+                piece = states[-1] if item.column == LAST else states[item.slot]
+                tasks.append((variant, number, self._pool.submit(_timed_row_bytes, schema, piece)))
+        for variant, number, task in tasks:
+            self.measurement.states[variant][place, number], seconds = task.result()
+            self.measurement.encode_seconds[variant] += seconds
+
+    def encode_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """Encode the target's tables, each of which is stored once."""
+        for variant, schema in self._schemas.items():
+            self.measurement.tables[variant] = sum(
+                self._pool.map(lambda table, schema=schema: table_bytes(schema, table), tables)
+            )
+
+
+def _timed_row_bytes(schema: StoreSchema, states: torch.Tensor) -> tuple[int, float]:
+    started = time.perf_counter()
+    return state_row_bytes(schema, states), time.perf_counter() - started
+
+
+def measure_store(cache: Cache, layers: Sequence[int], encoder: Encoder) -> None:
+    """Read the states of the measurement's rows from the store that has them, and encode them; and its tables.
+
+    ``layers`` are the ids that an estimate is made for, in slot order.
+    """
+    tables: list[torch.Tensor] = []
+    if cache.record.weights:
+        weights = cache.weights()
+        tied = bool(cache.head.get("tied"))
+        tables = [weights.embed, *([] if tied else [weights.head]), *([] if weights.bias is None else [weights.bias])]
+    encoder.encode_tables(tables)  # none in a store that has states and no tables: they would come first
+
+    def stored() -> Iterator[RowStates]:
+        for place, row in enumerate(encoder.measurement.rows):
+            span = slice(0, len(row))
+            batch = cache.read([row.number], columns=(LAYERS, LAST), layers=layers, positions=span, layout="stacked")
+            yield place, [*batch[LAYERS][0], batch[LAST][0]]
+
+    encoder.encode_states(stored())

@@ -1,0 +1,65 @@
+"""The difference of two states: by bits, by values, and of what is not finite."""
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_store.inspection.compare.matching import match_samples
+from dspark_store.inspection.compare.state_diff import StateDifference, compare_states, difference
+from dspark_store.readers.cache import open_cache
+from tests.stores import build_store
+
+NAN, INF = float("nan"), float("inf")
+
+
+def bf16(*values):
+    return torch.tensor(values, dtype=torch.bfloat16)
+
+
+def test_equal_bits_have_no_difference_even_if_they_are_not_numbers():
+    assert difference(bf16(1, NAN, INF), bf16(1, NAN, INF)) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "largest"),
+    [((1, 2), (1.5, 2), 0.5), ((0.0,), (-0.0,), 0.0), ((NAN, 1), (1, 1), INF), ((INF,), (-INF,), INF)],
+)
+def test_the_largest_difference_is_the_same_either_way(a, b, largest):
+    assert difference(bf16(*a), bf16(*b)) == difference(bf16(*b), bf16(*a)) == largest
+
+
+def test_dtypes_are_compared_by_value():
+    assert difference(bf16(1, NAN), torch.tensor([1, NAN])) is None
+    assert difference(bf16(1), torch.tensor([1.001])) == pytest.approx(0.001, rel=1e-3)
+
+
+def test_the_worst_sample_is_the_first_of_those_that_differ_most():
+    found = StateDifference()
+    for differences, sample in (((None, None), 3), ((0.5, None), 2), ((0.25, 0.5), 1), ((None, 0.0), 0)):
+        part = StateDifference()
+        part.count(dict(zip((7, None), differences, strict=True)), sample, sample + 10)
+        found.add(part)
+    assert (found.compared, found.equal) == (4, 1)
+    assert (found.largest, found.unequal) == ({7: 0.5, None: 0.5}, {7: 2, None: 2})
+    assert found.worst is not None
+    assert (found.worst.a, found.worst.b) == (1, 11)
+
+
+@pytest.mark.parametrize("piece", [1, 10_000])
+def test_each_pair_is_compared_once_however_it_is_cut(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("dspark_store.inspection.compare.state_diff._READ_BYTES", piece)
+    a, b = (
+        open_cache(build_store(tmp_path / name, spoiled=spoiled).path, allow_reduced_depth=True)
+        for name, spoiled in (("a", None), ("b", 4))
+    )
+    found = compare_states(a, b, match_samples(a.index.digest, b.index.digest), [5, 2], threads=2)
+    assert (found.compared, found.equal) == (7, 6)
+    assert found.largest == {5: 0.0, 2: INF, None: 0.0}
+    assert found.worst is not None
+    assert (found.worst.a, found.worst.b) == (4, 4)
+
+
+def test_no_pairs_are_no_work(tmp_path):
+    cache = open_cache(build_store(tmp_path / "a").path)
+    none = match_samples(cache.index.digest, np.empty((0, 2), np.uint64))
+    assert compare_states(cache, cache, none, [2]).compared == 0
