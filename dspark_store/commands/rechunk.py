@@ -1,0 +1,56 @@
+"""``dspark-store rechunk``: a verified copy of a store, under other settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dspark_store.format.codecs import CODEC_PRESETS
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.inspection.rechunk.copy_plan import CopySettings
+from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
+from dspark_store.precompute.progress import size_text
+from dspark_store.readers.cache import Cache, open_cache
+
+DAMAGED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("source", help="the store's directory")
+    parser.add_argument("destination", help="a new or empty directory, or the same copy, interrupted")
+    parser.add_argument("--codec", choices=CODEC_PRESETS, help="compression of the copy; the source's otherwise")
+    parser.add_argument("--chunk-tokens", type=int, help="T, the positions of a chunk; the source's otherwise")
+    parser.add_argument("--shard-size", type=int, help="R, the samples of a shard; the source's otherwise")
+    parser.add_argument("--layers", type=int, nargs="+", help="captured layers to keep, by id; all otherwise")
+    parser.add_argument("--threads", type=int, help="shards that are copied side by side; one a core otherwise")
+    parser.add_argument("--scheduler", help="address of a dask scheduler whose workers copy, and see both directories")
+    parser.add_argument("--take-over", action="store_true", help="push aside another job that is writing the copy")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Copy; return 0 when the copy is whole, 1 when source or copy is damaged. Raises what `rechunk` does."""
+    if given.threads is not None and given.threads < 1:
+        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers)
+    workers = Workers(given.threads, given.scheduler)
+    try:
+        copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
+    except DamagedStoreError as error:
+        print(f"error: {error}; what is committed in {given.destination} stays", file=sys.stderr)
+        return DAMAGED
+    if not copied:
+        print(f"{given.destination} is complete; nothing to do")
+        return 0
+    old, new = (open_cache(path, allow_reduced_depth=True) for path in (given.source, given.destination))
+    print(f"{len(new):,} samples are copied, read back and compared: {_tells(old)} became {_tells(new)}")
+    return 0
+
+
+def _tells(cache: Cache) -> str:
+    schema = cache.schema
+    stored = sum(cache.index.shard_bytes(shard) for shard in range(schema.tokens.num_shards))
+    return (
+        f"{size_text(stored)} ({schema.codec}, {schema.chunk_tokens} tokens a chunk, {schema.shard_size} samples a "
+        f"shard, {schema.num_layers} layers)"
+    )

@@ -1,0 +1,1 @@
+"""A verified copy of a store under other settings."""

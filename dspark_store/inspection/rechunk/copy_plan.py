@@ -1,0 +1,144 @@
+"""What a copy of a store is to be: its identity and its shape, and whether it is already begun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import CopiedFrom, StoreRecord, identity_digest
+from dspark_store.format.metadata import has_store, read_record
+from dspark_store.format.schema import StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
+
+_SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """What a copy is to have other than its source; None is what the source has.
+
+    ``layers`` are the ids of the captured layers to keep, in any order; their slots stay in the source's.
+    """
+
+    codec: str | None = None
+    chunk_tokens: int | None = None
+    shard_size: int | None = None
+    layers: Sequence[int] | None = None
+
+
+def copy_record(source: StoreRecord, seal: str, settings: CopySettings) -> StoreRecord:
+    """Return the record of a copy that has not begun; ``seal`` is the source's.
+
+    ValueError for settings that no store can have or layers that the source has not, ImportError for a codec whose
+    package is missing.
+    """
+    old = source.schema
+    schema = _copy_schema(old, settings)
+    origin = CopiedFrom(
+        store_id=source.store_id,
+        seal=seal,
+        capture_shard_size=source.capture_shard_size,
+        shard_size=old.shard_size,
+        codec=old.codec,
+        chunk_tokens=old.chunk_tokens,
+        layer_ids=old.layer_ids,
+    )
+    manifest = {**source.manifest, **_changed_fields(source.manifest, old, schema)}
+    return StoreRecord(
+        identity_digest(manifest, origin),
+        schema,
+        manifest=manifest,
+        target_config=source.target_config,
+        head=source.head,
+        producers=source.producers,
+        copied_from=origin,
+    )
+
+
+def _copy_schema(old: StoreSchema, settings: CopySettings) -> StoreSchema:
+    asked = old.layer_ids if settings.layers is None else settings.layers
+    missing = [layer for layer in asked if layer not in old.layer_ids]
+    if missing:
+        raise ValueError(f"layer {missing[0]} is not in the source, which has {list(old.layer_ids)}")
+    layers = tuple(layer for layer in old.layer_ids if layer in asked)
+    if not layers:
+        raise ValueError("layers must be one or more, got none")
+    codec = settings.codec or old.codec
+    chunk_tokens = old.chunk_tokens
+    if settings.chunk_tokens is not None:
+        chunk_tokens = min(settings.chunk_tokens, old.seq_length)
+    elif (codec == "none") != (old.codec == "none"):
+        chunk_tokens = default_chunk_tokens(
+            old.hidden_size, old.dtype.itemsize, old.seq_length, compressed=codec != "none"
+        )
+    schema = replace(
+        old,
+        codec=codec,
+        chunk_tokens=chunk_tokens,
+        shard_size=old.shard_size if settings.shard_size is None else settings.shard_size,
+        layer_ids=layers,
+        num_layers=len(layers),
+    )
+    schema.columns()  # refuses sizes below 1, and a codec whose package is missing
+    return schema
+
+
+def _changed_fields(manifest: Mapping[str, JsonValue], old: StoreSchema, new: StoreSchema) -> dict[str, JsonValue]:
+    """Return the fields of a manifest in which the copy differs. A field that the source lacks stays away."""
+    fields: dict[str, JsonValue] = {}
+    if new.shard_size != old.shard_size:
+        fields["shard_size"] = new.shard_size
+    if new.layer_ids != old.layer_ids:
+        fields["target_layer_ids"] = list(new.layer_ids)
+        fields["target_hidden_dim"] = new.num_layers * new.hidden_size
+    fields |= {"codec": new.codec, "chunk_tokens": new.chunk_tokens}
+    return {name: value for name, value in fields.items() if name in manifest}
+
+
+def begun_copy(destination: LocalStorage, wanted: StoreRecord) -> StoreRecord | None:
+    """Return the record of a copy that was begun, or finished, by the same command; None where nothing is yet.
+
+    ValueError when the directory holds anything else, naming what is different.
+    """
+    root = destination.root
+    if has_store(destination):
+        found = read_record(destination)
+        _refuse_another(found, wanted, root)
+        return found
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root} is a file; the destination of a copy must be a new or empty directory")
+    names = {path.name for path in root.iterdir()} if root.exists() else set()
+    others = {name for name in names if not name.startswith(".")}.difference(OWN_FOLDERS)
+    if others or not is_unfinished_beginning(root):
+        shown = min(others or names)
+        raise ValueError(f"{root} holds something else ({shown}); the destination of a copy must be new or empty")
+    return None
+
+
+def _refuse_another(found: StoreRecord, wanted: StoreRecord, root: Path) -> None:
+    if found.store_id == wanted.store_id:
+        return
+    there, asked = found.copied_from, wanted.copied_from
+    if there is None or asked is None:
+        raise ValueError(f"{root} holds a store that is no copy; choose another destination")
+    if there.store_id != asked.store_id:
+        raise ValueError(
+            f"{root} holds a copy of another store ({there.store_id}, the source is {asked.store_id}); choose another "
+            "destination"
+        )
+    if there.seal != asked.seal:
+        raise ValueError(
+            f"{root} holds a copy of a store with the source's identity but other content (the source was changed, or "
+            "captured anew); choose another destination"
+        )
+    differing = [
+        f"{name} (there {getattr(found.schema, name)!r}, asked for {getattr(wanted.schema, name)!r})"
+        for name in _SETTINGS
+        if getattr(found.schema, name) != getattr(wanted.schema, name)
+    ]
+    what = ", ".join(differing) or "something that another version of dspark-store decided"
+    raise ValueError(f"{root} holds a copy with another {what}: ask for the same, or choose another destination")

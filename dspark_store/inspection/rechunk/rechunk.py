@@ -1,0 +1,216 @@
+"""Copying a store under new settings, from start to finish: verified, resumable, parallel over the copy's shards."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import has_store, read_seal, write_metadata
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.rechunk.copy_plan import CopySettings, begun_copy, copy_record
+from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
+from dspark_store.inspection.rechunk.copy_size import CopySize, is_tied, refuse_small_disk
+from dspark_store.inspection.shardwise import map_shards
+from dspark_store.precompute.progress import Progress, size_text
+from dspark_store.precompute.undo import new_folders_undone, new_store_undone, retract_broken
+from dspark_store.readers.cache import Cache
+from dspark_store.readers.index import StoreIndex
+from dspark_store.readers.weights import TargetWeights, read_weights
+from dspark_store.writers.ledgers import state_ledger, token_ledger
+from dspark_store.writers.lock import LostLockError, StoreLock
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.recovery import sweep_finished, sweep_uncommitted
+from dspark_store.writers.weights import write_weights
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Who copies: ``threads`` of this process (None: one a core), or the workers of a dask scheduler at an address."""
+
+    threads: int | None = None
+    scheduler: str | None = None
+
+    def each(self, task: Callable[[int], int | None], shards: Sequence[int], done: Callable[[int, int], None]) -> None:
+        """Run a task over shards; tell ``done`` of every shard and of what was returned for it."""
+        for shard, result in map_shards(task, shards, threads=self.threads, scheduler=self.scheduler):
+            done(shard, result or 0)
+
+    def encoders(self, shards: int) -> int:
+        """Return the threads that encode each of so many shards, where these are fewer than the threads there are."""
+        if self.scheduler is not None:
+            return 1
+        threads = self.threads or len(os.sched_getaffinity(0))
+        return max(1, threads // max(1, shards))
+
+
+def rechunk(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    settings: CopySettings,
+    *,
+    workers: Workers = Workers(),
+    take_over: bool = False,
+) -> bool:
+    """Copy a complete store under new settings; return False where the copy was complete before.
+
+    Every shard of the copy is read back from the disk and compared before it is committed. A copy that was interrupted
+    goes on where it was. ``take_over`` pushes another job on the same copy aside.
+
+    Raises FileNotFoundError or ValueError for a source or destination that is none, DamagedStoreError naming the object
+    where the source is damaged or the copy does not read back, and OSError; what is committed stays.
+    """
+    old, new = LocalStorage(Path(source).absolute()), LocalStorage(Path(destination).absolute())
+    _refuse_overlap(old.root, new.root)
+    with naming_source(old):
+        cache = Cache(old)
+        seal = read_seal(old)
+    wanted = copy_record(cache.record, seal, settings)
+    begun = begun_copy(new, wanted)
+    if begun is not None and begun.complete:
+        sweep_finished(new, begun)
+        return False
+    with naming_source(old):
+        coming = CopySize(cache, begun or wanted).coming(*_missing(new, begun or wanted))
+    refuse_small_disk(new, coming)
+    try:
+        with (
+            new_folders_undone(new.root),
+            StoreLock(new, take_over=take_over) as lock,
+            new_store_undone(new, lock.holder),
+        ):
+            return _fill(cache, CopyTask(old, seal, new, wanted, lock.holder), workers)
+    except LostLockError as error:
+        raise BlockingIOError(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"no space is left for {new}; what is committed stays: free some, and run the same command again",
+        ) from error
+    finally:
+        open_source.cache_clear()
+
+
+def _refuse_overlap(source: Path, destination: Path) -> None:
+    old, new = source.resolve(), destination.resolve()
+    if old == new or old in new.parents or new in old.parents:
+        raise ValueError(f"a copy must stand apart from its source: {destination} and {source} are not")
+
+
+def _missing(destination: LocalStorage, record: StoreRecord) -> tuple[list[int], list[int]]:
+    """Return the shards whose tokens, and those whose states, are not committed."""
+    shards = range(record.schema.tokens.num_shards)
+    tokens, states = token_ledger(destination), state_ledger(destination, record.schema)
+    there = set(tokens.committed()), set(states.committed())
+    return [shard for shard in shards if shard not in there[0]], [shard for shard in shards if shard not in there[1]]
+
+
+def _fill(source: Cache, task: CopyTask, workers: Workers) -> bool:
+    """Do what the copy lacks, under its lock; return False where that is nothing."""
+    destination = task.destination
+    if has_store(destination):  # read again: another job may have moved on
+        record = begun_copy(destination, task.record) or task.record
+        if record.complete:
+            return False
+        for broken in retract_broken(destination, record):
+            _log.warning("a committed shard whose objects are not all there is copied again: %s", broken)
+        sweep_uncommitted(destination, record)
+    else:
+        record = task.record
+        write_metadata(destination, record)
+    if record.phase == "tokens":
+        record = _settle(source, replace(task, record=record), workers)
+    _check_index(source, destination, record)
+    if source.record.weights and not record.weights:
+        record = _copy_weights(source, task, record)
+    shards = _missing(destination, record)[1]
+    _copy_states(source, replace(task, record=record, threads=workers.encoders(len(shards))), shards, workers)
+    task.check()
+    sweep_uncommitted(destination, record)  # what lost workers have left
+    _check_complete(source, destination, complete_store(destination, record))
+    return True
+
+
+def _settle(source: Cache, task: CopyTask, workers: Workers) -> StoreRecord:
+    """Copy the tokens that the copy lacks, and enter its states phase."""
+    shards = _missing(task.destination, task.record)[0]
+    rows = task.record.schema.tokens.rows
+    done = source.schema.num_samples - sum(len(rows(shard)) for shard in shards)
+    with Progress("copy tokens", source.schema.num_samples, "samples", done) as progress:
+        workers.each(partial(copy_tokens, task), shards, lambda shard, _: progress.advance(len(rows(shard))))
+    task.check()
+    return settle_tokens(task.destination, task.record)
+
+
+def _copy_states(source: Cache, task: CopyTask, shards: Sequence[int], workers: Workers) -> None:
+    size = CopySize(source, task.record)
+    todo = size.raw(shards)
+    total = size.raw(range(task.record.schema.tokens.num_shards))
+    copied = stored = 0
+    with Progress("copy states", total, "B", total - todo) as progress:
+
+        def done(shard: int, written: int) -> None:
+            nonlocal copied, stored
+            raw = size.raw([shard])
+            copied, stored = copied + raw, stored + written
+            coming = stored * (todo - copied) / max(1, copied)
+            progress.advance(raw, f"{size_text(stored)} written, about {size_text(coming)} to come")
+
+        workers.each(partial(copy_states, task), shards, done)
+
+
+def _copy_weights(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRecord:
+    with naming_source(task.source):
+        tables = source.weights()
+    task.check()
+    tied = is_tied(source.record)
+    record = replace(record, head=source.record.head)  # a repair has forgotten it together with the tables
+    record = write_weights(task.destination, record, tables.embed, tables.head, tables.bias, tied=tied)
+    if not _same_weights(tables, read_weights(task.destination, record)):
+        raise DamagedStoreError(f"target weights of {task.destination} read back other than they were written")
+    task.check()
+    write_metadata(task.destination, record)
+    return record
+
+
+def _same_weights(one: TargetWeights, other: TargetWeights) -> bool:
+    tables = ((one.embed, other.embed), (one.head, other.head), (one.bias, other.bias))
+    return all(left is right or _same_bits(left, right) for left, right in tables)
+
+
+def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _check_index(source: Cache, destination: LocalStorage, record: StoreRecord) -> None:
+    """Check that the copy has the source's samples, in its order."""
+    index = StoreIndex(destination, record)
+    for name in ("length", "supervised", "digest", "source"):
+        with naming_source(source.storage):
+            old = getattr(source.index, name)
+        if not np.array_equal(old, getattr(index, name)):
+            raise DamagedStoreError(f"index/{name} of {destination} differs from that of {source.storage}")
+
+
+def _check_complete(source: Cache, destination: LocalStorage, record: StoreRecord) -> None:
+    """Check the sealed copy once more, as a reader opens it."""
+    copy = Cache(destination)
+    _check_index(source, destination, copy.record)
+    whole = len(record.schema.layer_ids) == len(source.layer_ids)
+    if whole and not np.array_equal(source.status, copy.status):
+        raise DamagedStoreError(f"index/status of {destination} differs from that of {source.storage}")
