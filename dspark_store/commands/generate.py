@@ -1,0 +1,125 @@
+"""``dspark-store generate``: conversations in the target's own words, from prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import batched
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from dspark_store.precompute.progress import Progress
+from dspark_store.target.answers import Answer, Answerer, Message, Sampling
+from dspark_store.target.load import COMPUTE_DTYPES, load_target, load_tokenizer, resolve_compute_dtype
+from dspark_store.target.source import TargetSource
+
+Row = dict[str, object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    given = Sampling()
+    parser.add_argument(
+        "prompts", help="a text file, one prompt a line, or JSON Lines of messages that end with a user's"
+    )
+    parser.add_argument("--target-model", required=True, help="a hub id, a directory or a .gguf file")
+    parser.add_argument("--output", required=True, help="the JSON Lines to write, or to go on with")
+    parser.add_argument("--max-new-tokens", type=int, default=given.max_new_tokens, help="where an answer is cut")
+    parser.add_argument("--temperature", type=float, default=given.temperature, help="0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=given.top_p, help="the share of likely tokens to draw from")
+    parser.add_argument("--seed", type=int, default=given.seed)
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts at a time; it has a part in the answers")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--compute-dtype", default="auto", choices=["auto", *COMPUTE_DTYPES])
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write an answer for every prompt, batch by batch; an interrupted run goes on where it was. Return 0."""
+    if given.batch_size < 1:
+        raise ValueError(f"--batch-size is {given.batch_size}, expected at least 1")
+    sampling = Sampling(given.max_new_tokens, given.temperature, given.top_p, given.seed)
+    origin = {"model": given.target_model, "batch_size": given.batch_size, **_fields(sampling)}
+    conversations = read_prompts(Path(given.prompts))
+    output = Path(given.output)
+    done = keep_whole_batches(output, conversations, given.batch_size, origin)
+    if done < len(conversations):
+        answerer = _load(given, sampling)
+        with output.open("a", encoding="utf-8") as file, Progress("generate", len(conversations), "chats", done) as bar:
+            tokens = 0
+            for batch, members in enumerate(batched(conversations[done:], given.batch_size), done // given.batch_size):
+                answers = answerer.answer(members, batch)
+                _write(file, members, answers, origin)
+                tokens += sum(answer.tokens for answer in answers)
+                bar.advance(len(members), f"{tokens:,} new tokens")
+    print(f"{len(conversations):,} chats in {output}, {len(conversations) - done:,} of them new")
+    return 0
+
+
+def read_prompts(path: Path) -> list[list[Message]]:
+    """Return the conversations to be answered. ValueError, naming file and line, for one that no answer can follow."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    conversations: list[list[Message]]
+    if path.suffix not in (".jsonl", ".ndjson"):
+        conversations = [[{"role": "user", "content": line.strip()}] for line in lines if line.strip()]
+    else:
+        conversations = [_messages(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not conversations:
+        raise ValueError(f"{path} has no prompts")
+    return conversations
+
+
+def _messages(place: str, line: str) -> list[Message]:
+    """Return a row's messages up to the last one of a user: an answer that is there already is left out."""
+    try:
+        messages = json.loads(line)["messages"]
+        users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        return [{"role": str(row["role"]), "content": str(row["content"])} for row in messages[: users[-1] + 1]]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f'{place} is no row of {{"messages": [...]}} with a message of the role user') from error
+
+
+def keep_whole_batches(output: Path, conversations: Sequence[Sequence[Message]], batch_size: int, origin: Row) -> int:
+    """Cut a file of an earlier run behind its last whole batch; return how many rows are left.
+
+    ValueError when a row answers another prompt, or was made with other settings.
+    """
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return 0
+    kept, size = 0, 0
+    rows = output.read_bytes().split(b"\n")[:-1]  # what stands behind the last newline is half a row
+    whole = len(rows) if len(rows) >= len(conversations) else len(rows) // batch_size * batch_size
+    for number, line in enumerate(rows[:whole]):
+        row = json.loads(line)
+        if number >= len(conversations) or row["messages"][:-1] != list(conversations[number]):
+            raise ValueError(f"{output}:{number + 1} does not answer prompt {number + 1}: give another --output")
+        if row["generated"] != origin:
+            raise ValueError(f"{output}:{number + 1} was made with {row['generated']}, not {origin}: another --output")
+        kept, size = kept + 1, size + len(line) + 1
+    with output.open("rb+") as file:
+        file.truncate(size)
+    return kept
+
+
+def _fields(sampling: Sampling) -> Row:
+    return {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+
+
+def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
+    device = torch.device(given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    source = TargetSource(given.target_model, given.trust_remote_code)
+    tokenizer = load_tokenizer(source)
+    model = load_target(source, dtype=resolve_compute_dtype(given.compute_dtype, device), device=device)
+    return Answerer(model, tokenizer, sampling)
+
+
+def _write(file: TextIO, members: Sequence[Sequence[Message]], answers: Sequence[Answer], origin: Row) -> None:
+    for conversation, answer in zip(members, answers, strict=True):
+        messages = [*conversation, {"role": "assistant", "content": answer.text}]
+        row = {"messages": messages, "ended": answer.ended, "generated": origin}
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()

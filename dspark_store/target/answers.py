@@ -1,0 +1,110 @@
+"""Answers of the target: conversations in its own words, which is what a draft must learn to foresee."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn: at ``temperature`` 0 the likeliest token, else from the likeliest ``top_p`` of them.
+
+    ``max_new_tokens`` ends an answer that does not end by itself.
+    """
+
+    max_new_tokens: int = 320
+    temperature: float = 0.7
+    top_p: float = 0.95
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the target said: ``tokens`` of it, and whether it came to an end of its own."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+class Answerer:
+    """Lets a target answer conversations, some at a time.
+
+    A batch's answers follow from the sampling, its number and its conversations, and from nothing before it.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._ends = _end_ids(model, tokenizer)
+        pad = tokenizer.pad_token_id
+        self._pad = int(pad) if isinstance(pad, int) else (self._ends[0] if self._ends else 0)
+
+    @torch.inference_mode()
+    def answer(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Answer]:
+        """Return the target's next message in each conversation; ``batch`` is the number of this batch.
+
+        ValueError when the template refuses a conversation.
+        """
+        prompts = [self._prompt(conversation) for conversation in conversations]
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.full((len(prompts), longest), self._pad)
+        attention = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left, so that all rows go on at the same place
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            attention[row, longest - len(prompt) :] = 1
+        device = self._model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self._sampling.seed * 1_000_003 + batch)
+            generated = self._model.generate(  # type: ignore[operator] # untyped in transformers
+                ids.to(device), attention_mask=attention.to(device), generation_config=self._config()
+            )
+        return [self._read(row.tolist()) for row in generated[:, longest:]]
+
+    def _prompt(self, conversation: Sequence[Message]) -> list[int]:
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                [dict(message) for message in conversation], add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"the chat template refuses a conversation: {error}") from error
+        return cast("dict[str, list[int]]", encoded)["input_ids"]
+
+    def _config(self) -> GenerationConfig:
+        sampling = self._sampling
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        return GenerationConfig(  # type: ignore[no-untyped-call] # untyped in transformers
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=self._ends or None,
+            pad_token_id=self._pad,
+            **(drawn if sampling.temperature else {"do_sample": False}),
+        )
+
+    def _read(self, ids: list[int]) -> Answer:
+        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        said = ids if end is None else ids[:end]
+        text = str(self._tokenizer.decode(said, skip_special_tokens=True))
+        return Answer(text.strip(), len(said) + (end is not None), end is not None)
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end an answer: those of the tokenizer and of the target's generation settings."""
+    known = getattr(model.generation_config, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
+    return list(dict.fromkeys(token for token in ids if isinstance(token, int)))

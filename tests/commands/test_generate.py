@@ -1,0 +1,130 @@
+"""``dspark-store generate``: chats in a target's own words."""
+
+import json
+
+import pytest
+import torch
+
+from dspark_store.cli import main
+from dspark_store.target.answers import Answerer, Sampling
+from dspark_store.target.load import load_target, load_tokenizer
+from dspark_store.target.source import TargetSource
+from tests.tiny import save_target_dir
+
+PROMPTS = ["What is a tide?", "Name a colour.", "Why?", "Tell me of bees, and of what they do all day.", "Stop."]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target_dir(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n\n")
+    return path
+
+
+def generate(prompts, target, output, *more):
+    given = ["--target-model", str(target), "--output", str(output), "--device", "cpu"]
+    return main(["generate", str(prompts), *given, "--max-new-tokens", "12", "--batch-size", "2", *more])
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_prompt_gets_an_answer(prompts, target, tmp_path, capsys):
+    assert generate(prompts, target, tmp_path / "chats.jsonl") == 0
+    written = rows(tmp_path / "chats.jsonl")
+    assert [row["messages"][0]["content"] for row in written] == PROMPTS
+    assert all([message["role"] for message in row["messages"]] == ["user", "assistant"] for row in written)
+    assert "5 chats" in capsys.readouterr().out
+
+
+def test_at_temperature_0_an_answer_is_the_likeliest_tokens_whatever_shares_its_batch(target):
+    source = TargetSource(str(target))
+    model = load_target(source, dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = load_tokenizer(source)
+    answerer = Answerer(model, tokenizer, Sampling(max_new_tokens=6, temperature=0))
+    conversations = [[{"role": "user", "content": text}] for text in PROMPTS[:3]]
+    encoded = tokenizer.apply_chat_template(conversations[2], add_generation_prompt=True, return_dict=True)
+    ids = list(encoded["input_ids"])  # type: ignore[call-overload, index] # a mapping, as asked
+    said: list[int] = []
+    while len(said) < 6 and tokenizer.eos_token_id not in said:
+        said.append(int(model(torch.tensor([ids + said])).logits[0, -1].argmax()))
+    text = str(tokenizer.decode([token for token in said if token != tokenizer.eos_token_id], skip_special_tokens=True))
+    assert answerer.answer(conversations, 0)[2].text == text.strip()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_an_interrupted_run_goes_on_to_the_same_file(prompts, target, tmp_path, cut):
+    generate(prompts, target, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    lines = whole.split(b"\n")
+    half = tmp_path / "half.jsonl"
+    half.write_bytes(b"\n".join(lines[:cut]) + b"\n" + (lines[cut][:9] if cut < 5 else b""))
+    assert generate(prompts, target, half) == 0
+    assert half.read_bytes() == whole
+
+
+def test_another_seed_gives_other_answers(prompts, target, tmp_path):
+    generate(prompts, target, tmp_path / "one.jsonl")
+    generate(prompts, target, tmp_path / "two.jsonl", "--seed", "7")
+    answers = [[row["messages"][-1]["content"] for row in rows(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]
+    assert answers[0] != answers[1]
+
+
+def test_messages_are_answered_in_the_place_of_the_answer_that_they_have(target, tmp_path):
+    chat = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "Two?"},
+    ]
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [*chat, {"role": "assistant", "content": "old"}]}) + "\n"
+    )
+    assert generate(tmp_path / "chats.jsonl", target, tmp_path / "new.jsonl") == 0
+    (row,) = rows(tmp_path / "new.jsonl")
+    assert row["messages"][:3] == chat[:3]
+    assert len(row["messages"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seed", "7"], "was made with"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_change_nothing(prompts, target, tmp_path, capsys, more, message):
+    output = tmp_path / "chats.jsonl"
+    generate(prompts, target, output)
+    before = output.read_bytes()
+    assert generate(prompts, target, output, *more) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert output.read_bytes() == before
+
+
+def test_a_file_that_answers_other_prompts_is_left_alone(prompts, target, tmp_path, capsys):
+    output = tmp_path / "chats.jsonl"
+    generate(prompts, target, output)
+    before = output.read_bytes()
+    prompts.write_text("Another question.\nAnd one more.\n")
+    assert generate(prompts, target, output) == 2
+    assert "does not answer prompt 1" in capsys.readouterr().err
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", ['{"messages": []}', '{"messages": [{"role": "assistant", "content": "x"}]}', "no JSON"]
+)
+def test_a_row_that_nothing_can_follow_is_named(target, tmp_path, capsys, line):
+    (tmp_path / "chats.jsonl").write_text(line + "\n")
+    assert generate(tmp_path / "chats.jsonl", target, tmp_path / "new.jsonl") == 2
+    assert "chats.jsonl:1 is no row" in capsys.readouterr().err
