@@ -12,7 +12,10 @@ ALLOWED = {
     "readers": {"readers", "format"},
     "target": {"target", "format"},
     "sources": {"sources", "format"},
+    "draft": {"draft", "format"},
     "precompute": {"precompute", "automodel", "sources", "target", "writers", "readers", "format"},
+    "training": {"training", "draft", "precompute", "automodel", "sources", "target", "writers", "readers", "format"},
+    "evaluation": {"evaluation", "draft", "sources", "target", "readers", "format"},
     "inspection": {"inspection", "precompute", "sources", "target", "writers", "readers", "format"},
     "commands": {"commands", "inspection", "precompute", "sources", "target", "writers", "readers", "format"},
 }

@@ -1,0 +1,133 @@
+"""The draft: projection, backbone, Markov and confidence heads, between the target's frozen embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark_store.draft.attention import Mask
+from dspark_store.draft.backbone import Backbone, Projection
+from dspark_store.draft.blocks import Blocks, Packing
+from dspark_store.draft.confidence import ConfidenceHead
+from dspark_store.draft.markov import markov_head
+from dspark_store.draft.masks import dense_mask, flex_mask
+from dspark_store.draft.settings import DraftSettings
+
+_INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """Logits (B, N, K, V) of the slots, and the logits (B, N, K) of their confidence where the draft has that head."""
+
+    logits: Tensor
+    confidence: Tensor | None
+
+
+class Draft(nn.Module):
+    """Proposes a block of K tokens after each anchor from the target's states before it.
+
+    ``embed`` and ``head`` (V, H), and ``bias`` (V,) where the target's head has one, are the target's and stay frozen;
+    they are no part of the checkpoint, which a store's own copy completes. Everything else is initialised from torch's
+    global generator. ValueError when the tables do not fit the settings.
+    """
+
+    embed: Tensor
+    head: Tensor
+    bias: Tensor | None
+
+    def __init__(self, settings: DraftSettings, embed: Tensor, head: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        expected = (settings.vocab_size, settings.hidden_size)
+        for name, table in (("embedding", embed), ("head", head)):
+            if tuple(table.shape) != expected:
+                raise ValueError(f"the target's {name} has shape {tuple(table.shape)}, the draft expects {expected}")
+        if (bias is not None) != settings.head_bias:
+            raise ValueError(
+                f"head_bias is {settings.head_bias}, and the target's head bias was given: {bias is not None}"
+            )
+        self.settings = settings
+        self.projection = Projection(settings)
+        self.backbone = Backbone(settings)
+        self.markov = markov_head(settings)
+        self.confidence = ConfidenceHead(settings) if settings.confidence else None
+        self.apply(_initialise)
+        for name, table_or_none in (("embed", embed), ("head", head), ("bias", bias)):
+            self.register_buffer(name, table_or_none, persistent=False)
+
+    def trainable(self) -> Iterator[nn.Parameter]:
+        """Yield what is trained: all but the target's tables, which are no parameters."""
+        return self.parameters()
+
+    def forward(self, states: Tensor, blocks: Blocks, packing: Packing | None = None) -> DraftOutput:
+        """Return the slots' logits for the states (B, S, L * H) of the captured layers, in the draft's dtype.
+
+        Flex attention is used on CUDA, SDPA under a dense mask elsewhere.
+        """
+        hidden = self.hidden(states, blocks, packing)
+        logits = self.head_logits(hidden)
+        row: Tensor | None = None
+        if self.markov is not None:
+            logits = logits + self.markov(blocks.previous, hidden)
+            row = self.markov.table(blocks.previous) if self.settings.confidence_sees_markov else None
+        return DraftOutput(logits, None if self.confidence is None else self.confidence(hidden, row))
+
+    def hidden(self, states: Tensor, blocks: Blocks, packing: Packing | None = None) -> Tensor:
+        """Return the hidden states (B, N, K, H) of the slots."""
+        anchors, size, width = blocks.anchors, blocks.block_size, states.shape[1]
+        documents = None if packing is None else packing.documents
+        build = flex_mask if states.is_cuda else dense_mask
+        mask: Mask = build(anchors, size, width, documents)
+        first = torch.where(anchors.kept, blocks.previous[:, :, 0], self.settings.mask_token_id)
+        slots = torch.full_like(blocks.labels, self.settings.mask_token_id)
+        slots[:, :, 0] = first
+        features = self.embedded(slots.flatten(1))
+        positions = _positions(blocks, width, packing)
+        hidden: Tensor = self.backbone(features, self.projection(states), positions, mask)
+        return hidden.view(*blocks.labels.shape, -1)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the target's embedding (..., H) of ids (...), scaled as the target scales it."""
+        embedded = F.embedding(ids, self.embed).to(self.projection.linear.weight.dtype)
+        scale = self.settings.embedding_scale
+        return embedded if scale is None else embedded * scale
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return what the target's head makes of hidden states (..., H): logits (..., V), scaled and capped."""
+        logits = F.linear(hidden, self.head, self.bias)
+        if self.settings.logit_scale is not None:
+            logits = logits * self.settings.logit_scale
+        cap = self.settings.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def teacher_logits(self, last: Tensor, blocks: Blocks) -> Tensor:
+        """Return the target's own logits (B, N, K, V) for the labels, from its last hidden states (B, S, H)."""
+        sources = blocks.sources.flatten(1)[:, :, None].expand(-1, -1, last.shape[2])
+        states = torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
+        with torch.no_grad():
+            return self.head_logits(states)
+
+
+def _positions(blocks: Blocks, width: int, packing: Packing | None) -> Tensor:
+    """Return the positions (B, S + N * K) of the context and of the slots."""
+    anchors = blocks.anchors.positions
+    slots = torch.arange(blocks.block_size, device=anchors.device)
+    if packing is None:
+        context = torch.arange(width, device=anchors.device).expand(anchors.shape[0], -1)
+        starts = anchors
+    else:
+        context = packing.position_ids
+        starts = torch.gather(context, 1, anchors)
+    return torch.cat([context, (starts[:, :, None] + slots).flatten(1)], dim=1)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_INITIAL_STD)
+    if isinstance(module, nn.Linear) and cast("Tensor | None", module.bias) is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,120 @@
+"""``python -m dspark_store.evaluate``: tokens a step of the target that a trained draft gives."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dspark_store.evaluation.decoder import Decoder
+from dspark_store.evaluation.judgement import Judgement, judge, prompts_of
+from dspark_store.precompute.arguments import OneLineParser
+from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.settings import default_device
+from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.target.load import COMPUTE_DTYPES, load_target, resolve_compute_dtype
+from dspark_store.target.source import TargetSource
+from dspark_store.training.checkpoint import checkpoints, load_draft, read_place
+
+DIFFERS = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0 the texts are the target's own, 1 one is not, 2 a mistake."""
+    try:
+        given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+        logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
+        total = evaluate(given)
+        for line in summary(total):
+            print(line)
+        return DIFFERS if total.differing else 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def summary(total: Judgement) -> list[str]:
+    """Return what a user is told."""
+    apart = f"{total.differing} texts differ from the target's own, {total.near_ties} at a near tie"
+    return [
+        f"{total.tokens_per_step:.3f} tokens a step: {total.tokens:,} tokens in {total.steps:,} steps of the target",
+        f"{total.prompts} prompts: {apart}",
+    ]
+
+
+def evaluate(given: argparse.Namespace) -> Judgement:
+    """Decode the prompts with and without the draft, and return what came of it.
+
+    ValueError, OSError or ImportError for what a user can get wrong.
+    """
+    for name in ("samples", "max_new_tokens"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
+    found = checkpoints(Path(given.draft) / "checkpoints")
+    if not found:
+        raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")
+    place = read_place(found[-1])
+    cache = open_cache(given.store)
+    prompts = list(prompts_of(cache, _samples(cache, place.config, given.samples)))
+    device = torch.device(given.device or default_device())
+    dtype = resolve_compute_dtype(given.dtype, device)
+    model = load_target(TargetSource(given.target_model, given.trust_remote_code), dtype=dtype, device=device)
+    tables = cache.weights()
+    bias = None if tables.bias is None else tables.bias.to(device, dtype)
+    draft = load_draft(found[-1], tables.embed.to(device, dtype), tables.head.to(device, dtype), bias)
+    decoder, total = Decoder(model, place.layers), Judgement()
+    with Progress("evaluate", len(prompts), "prompts") as progress:
+        for one in judge(decoder, draft, prompts, given.max_new_tokens, _stops(model)):
+            total += one
+            progress.advance(1, f"{total.tokens_per_step:.2f} tokens a step")
+    return total
+
+
+def _samples(cache: Cache, config: Mapping[str, Any], count: int) -> list[int]:
+    """Return the first samples that the training kept for validation; of all samples, where it kept none."""
+    fraction = config.get("validation_fraction", 0.0)
+    split = Split("validation", fraction, 0) if fraction else None
+    return [int(sample) for sample in choose_samples(cache, min_supervised=2, split=split)[:count]]
+
+
+def _stops(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end the target's texts."""
+    configs = (model.generation_config, model.config)
+    ends = next((config.eos_token_id for config in configs if getattr(config, "eos_token_id", None) is not None), None)
+    return frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m dspark_store.evaluate",
+        description="Measure by greedy speculative decoding how many tokens a step of the target a draft gives.",
+    )
+    parser.add_argument("draft", help="the --output-dir of a training, whose newest checkpoint is taken")
+    parser.add_argument("--target-model", required=True, help="the target: a hub id, a directory, or a .gguf file")
+    parser.add_argument(
+        "--store", required=True, help="the store: prompts are the beginnings of its validation samples"
+    )
+    parser.add_argument("--samples", type=int, default=20, help="prompts, at most (default: 20)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens after each prompt (default: 128)")
+    parser.add_argument("--device", default="", help="where both run: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=("auto", *COMPUTE_DTYPES), help="what both compute in (default: fp32)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

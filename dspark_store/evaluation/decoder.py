@@ -1,0 +1,113 @@
+"""The target at work, greedily: token by token, or checking blocks that a draft proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dspark_store.draft.model import Draft
+from dspark_store.evaluation.proposer import accepted, propose
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.facts import head_facts, target_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Tokens that the target chose one by one, and by how much each was ahead of the second best, in logits."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Tokens that came of proposals, and the target's steps after the one over the prompt."""
+
+    tokens: list[int]
+    steps: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of the target gave, its own included; the first token is the prompt's step."""
+        return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
+
+
+class Decoder:
+    """A target that goes on with prompts. ``layer_ids`` are the layers that the draft was trained on, in its order."""
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        facts = head_facts(model)
+        captured = sorted(layer_ids)
+        self._capture = TargetCapture(model, captured)
+        self._order = [captured.index(layer) for layer in layer_ids]
+        _, self._head, self._bias = target_weights(model)
+        self._scale, self._cap = facts["logit_scale"], facts["final_logit_softcapping"]
+        self._device = self._head.device
+        self._config = model.config
+
+    def greedy(self, prompt: Sequence[int], limit: int, stop: frozenset[int] = frozenset()) -> Greedy:
+        """Choose up to ``limit`` tokens one by one, ending with one of ``stop``."""
+        past = DynamicCache(config=self._config)
+        tokens: list[int] = []
+        margins: list[float] = []
+        given = list(prompt)
+        while len(tokens) < limit and not (tokens and tokens[-1] in stop):
+            logits, _ = self._run(given, past)
+            best = logits[-1].topk(2)
+            tokens.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            given = tokens[-1:]
+        return Greedy(tokens, margins)
+
+    def speculate(
+        self, draft: Draft, prompt: Sequence[int], limit: int, stop: frozenset[int] = frozenset()
+    ) -> Speculated:
+        """Choose the same tokens by letting the draft propose and the target check, a block at a time.
+
+        ValueError for a target whose cache cannot be cut back to what was accepted.
+        """
+        past = DynamicCache(config=self._config)
+        # else a sliding window forgets what a cut would bring back
+        past.activate_past_recording()  # type: ignore[no-untyped-call]
+        logits, states = self._run(prompt, past)
+        tokens, steps = [int(logits[-1].argmax())], 0
+        while len(tokens) < limit and tokens[-1] not in stop:
+            proposed = propose(draft, states.to(draft.embed.dtype), tokens[-1])
+            length = states.shape[1]
+            logits, more = self._run([tokens[-1], *proposed], past)
+            chosen = logits.argmax(-1).tolist()
+            kept = accepted(proposed, chosen)
+            self._cut(past, length + kept + 1)
+            states = torch.cat([states, more[:, : kept + 1]], dim=1)
+            fresh = chosen[: kept + 1]
+            ends = [place for place, token in enumerate(fresh) if token in stop]
+            tokens += fresh[: ends[0] + 1] if ends else fresh
+            steps += 1
+        return Speculated(tokens[:limit], steps)
+
+    def _run(self, ids: Sequence[int], past: DynamicCache) -> tuple[Tensor, Tensor]:
+        """Go on with ids; return their logits (S, V) and the captured layers (1, S, L * H)."""
+        given = torch.tensor([list(ids)], device=self._device)
+        seen = int(past.get_seq_length()) + given.shape[1]
+        with torch.inference_mode():
+            states = self._capture(given, torch.ones((1, seen), dtype=torch.int64, device=self._device), past)
+            logits = torch.nn.functional.linear(states.last[0], self._head, self._bias)
+            if isinstance(self._scale, float):
+                logits = logits * self._scale
+            if isinstance(self._cap, float):
+                logits = self._cap * torch.tanh(logits / self._cap)
+            return logits, torch.cat([states.layers[slot] for slot in self._order], dim=2)
+
+    def _cut(self, past: DynamicCache, length: int) -> None:
+        try:
+            past.crop(length - int(past.get_seq_length()))
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"a {self._config.model_type} target cannot be cut back to accepted tokens: {error}"
+            ) from error
+        if int(past.get_seq_length()) != length:
+            raise ValueError(f"a {self._config.model_type} target cannot be cut back to accepted tokens")

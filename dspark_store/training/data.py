@@ -1,0 +1,130 @@
+"""What a training is given: loaders of samples with their states, and the target's side of the draft."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from dspark_store.draft.model import Draft
+from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetShape
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.readers.choice import Side
+from dspark_store.readers.loader import CacheLoader
+from dspark_store.training.manifest import Expected, check_manifest
+from dspark_store.training.online import open_live
+from dspark_store.training.ranks import Ranks
+from dspark_store.training.settings import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Samples to train on and to validate with, from one store or live target; ``layers`` are those of a batch."""
+
+    cache: Cache
+    layers: tuple[int, ...]
+    train: CacheLoader
+    validation: CacheLoader | None
+
+
+def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
+    """Open the store, or load the target that takes its place; all ranks call it together.
+
+    ValueError, OSError or ImportError for what a user can get wrong.
+    """
+    if config.store is not None:
+        cache = open_cache(config.store, allow_reduced_depth=config.allow_reduced_depth, threads=config.threads)
+    else:
+        cache = open_live(cast(str, config.online), Path(config.output_dir) / "tokens", ranks)
+    check_manifest(cache.manifest, _expected(config))
+    layers = config.layers or cache.layer_ids
+    train = _loader(config, cache, layers, ranks, "train")
+    validation = _loader(config, cache, layers, ranks, "validation") if config.validation_fraction else None
+    return TrainingData(cache, layers, train, validation)
+
+
+def build_draft(config: TrainConfig, data: TrainingData) -> Draft:
+    """Build the draft with fresh weights, from torch's global generator, between the target's own tables."""
+    tables, dtype = data.cache.weights(), config.compute_dtype
+    bias = None if tables.bias is None else tables.bias.to(dtype)
+    embed = tables.embed.to(dtype)
+    head = embed if tables.head is tables.embed or data.cache.head.get("tied") is True else tables.head.to(dtype)
+    return Draft(draft_settings(config, data.cache, len(data.layers)), embed, head, bias)
+
+
+def draft_settings(config: TrainConfig, cache: Cache, captured_layers: int) -> DraftSettings:
+    """Return the shape of the draft for a store's target. ValueError when the store does not describe its target."""
+    if cache.target_config is None:
+        raise ValueError(f"{cache.storage} does not hold its target's configuration, from which a draft's sizes follow")
+    shape = TargetShape.of(cache.target_config)
+    return DraftSettings(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        captured_layers=captured_layers,
+        mask_token_id=config.mask_token_id,
+        num_layers=config.draft_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=config.intermediate_size or shape.intermediate_size,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        block_size=config.block_size,
+        markov=cast(MarkovKind, config.markov),
+        markov_rank=config.markov_rank,
+        confidence=not config.no_confidence,
+        logit_scale=_number(cache.head, "logit_scale"),
+        final_logit_softcapping=_number(cache.head, "final_logit_softcapping"),
+        embedding_scale=_number(cache.head, "embedding_scale"),
+        head_bias=cache.head.get("head_bias") is True,
+    )
+
+
+def _loader(config: TrainConfig, cache: Cache, layers: tuple[int, ...], ranks: Ranks, side: Side) -> CacheLoader:
+    trains = side == "train"
+    return CacheLoader(
+        cache,
+        config.batch_size,
+        shuffle=trains,
+        seed=config.seed,
+        window_shards=config.window_shards if trains else None,
+        last="even" if trains else "short",
+        shape=cast("Literal['longest', 'full']", config.shape),
+        layers=layers,
+        min_supervised=config.min_supervised,
+        split=side if config.validation_fraction else None,
+        validation_fraction=config.validation_fraction,
+        dp_rank=ranks.rank,
+        dp_size=ranks.size,
+        prefetch_bytes=config.prefetch_bytes,
+        device=ranks.device if ranks.device.type == "cuda" else None,
+    )
+
+
+def _expected(config: TrainConfig) -> Expected:
+    if config.target_model is None:
+        return Expected(seq_length=config.seq_length, layers=config.layers)
+    from dspark_store.target.load import load_target_config, text_config
+    from dspark_store.target.source import TargetSource
+
+    whole = load_target_config(TargetSource(config.target_model))
+    text = text_config(whole)
+    return Expected(
+        target_model=config.target_model,
+        target_model_type=str(whole.model_type),
+        target_vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        num_hidden_layers=int(text.num_hidden_layers),
+        seq_length=config.seq_length,
+        layers=config.layers,
+    )
+
+
+def _number(fields: Mapping[str, JsonValue], name: str) -> float | None:
+    value = fields.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

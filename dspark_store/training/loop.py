@@ -1,0 +1,222 @@
+"""A training from start to finish: epochs of batches, steps, validations and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dspark_store.precompute.progress import Progress, size_text
+from dspark_store.training.checkpoint import (
+    Place,
+    checkpoints,
+    load_checkpoint,
+    read_place,
+    refuse_another,
+    save_checkpoint,
+)
+from dspark_store.training.data import TrainingData, build_draft, open_data
+from dspark_store.training.journal import Journal
+from dspark_store.training.learner import Judged, Learner, nothing_judged
+from dspark_store.training.ranks import Ranks, joined_ranks
+from dspark_store.training.schedule import Schedule, warmup_steps
+from dspark_store.training.settings import TrainConfig
+
+_log = logging.getLogger(__name__)
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(slots=True)
+class Watch:
+    """Where the time of a run went, in seconds: waiting for data, and all steps together."""
+
+    waited: float = 0.0
+    stepped: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the steps' time that was spent waiting for data."""
+        return self.waited / self.stepped if self.stepped else 0.0
+
+
+def train(config: TrainConfig) -> int:
+    """Do a training, alone or as one of torchrun's ranks; return the exit code 0.
+
+    ValueError, OSError or ImportError for what a user can get wrong, before anything is written;
+    FloatingPointError when a gradient is not finite.
+    """
+    config.check()
+    with joined_ranks(config.resolved_device) as ranks:
+        found = checkpoints(Path(config.output_dir) / _CHECKPOINTS)
+        if found and not config.resume:
+            raise ValueError(
+                f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir"
+            )
+        Training(config, ranks, found[-1] if found else None).run()
+    return 0
+
+
+class Training:
+    """One training on one rank."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, checkpoint: Path | None) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.data: TrainingData = open_data(config, ranks)
+        torch.manual_seed(config.seed)
+        draft = build_draft(config, self.data)
+        self.steps_an_epoch = -(-len(self.data.train) // config.accumulate)
+        planned = self.steps_an_epoch * config.epochs
+        self.total = planned if config.max_steps is None else min(planned, config.max_steps)
+        warmup = warmup_steps(config.warmup_ratio, self.total)
+        self.learner = Learner(draft, config, Schedule(self.total, warmup, config.min_lr_ratio), ranks)
+        if checkpoint is not None:
+            self._go_on(checkpoint)
+        self.watch = Watch()
+        self._window: Judged | None = None
+        self._journal = self._open_journal()
+
+    def run(self) -> None:
+        """Train to the end, and tell what came of it."""
+        started = time.monotonic()
+        learner = self.learner
+        try:
+            with Progress("train", self.total, "steps", learner.step) as progress:
+                while learner.step < self.total:
+                    self._epoch(progress)
+            self._checkpoint()
+            figures = self.validate()
+        finally:
+            self.data.train.close()
+            if self._journal is not None:
+                self._journal.close()
+        if self.ranks.leads:
+            for line in self._summary(figures, time.monotonic() - started):
+                print(line)
+
+    def _epoch(self, progress: Progress) -> None:
+        epoch, loader, config = self.data.train.epoch, self.data.train, self.config
+        left, pending = len(loader) - self._batches_done(), 0
+        began = time.monotonic()
+        for batch in self._timed(iter(loader)):
+            left, pending = left - 1, pending + 1
+            ends = pending == config.accumulate or left == 0
+            judged = self.learner.accumulate(batch, epoch, last=ends)
+            self._window = judged if self._window is None else self._window + judged
+            del batch
+            if not ends:
+                continue
+            norm, rate = self.learner.update(pending)
+            pending = 0
+            self.watch.stepped, began = self.watch.stepped + time.monotonic() - began, time.monotonic()
+            if self.learner.step % config.log_every == 0 or self.learner.step == self.total:
+                self._log(self._window, {"epoch": epoch, "learning_rate": rate, "gradient_norm": norm}, progress)
+                self._window = None
+            progress.advance(1)
+            self._now_and_then()
+            began = time.monotonic()
+            if self.learner.step == self.total:
+                return
+
+    def _batches_done(self) -> int:
+        state = self.data.train.state_dict()
+        return int(state["consumed"]) // int(state["global_batch"])
+
+    def _timed(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield batches, noting how long each was waited for."""
+        while True:
+            began = time.monotonic()
+            batch = next(batches, None)
+            self.watch.waited += time.monotonic() - began
+            if batch is None:
+                return
+            yield batch
+            del batch
+
+    def _log(self, window: Judged, more: dict[str, float], progress: Progress) -> None:
+        figures = {**window.figures(self.ranks), **more}
+        progress.advance(0, f"loss {figures['loss']:.3f}, tau {figures.get('tau', 1.0):.2f}")
+        if self._journal is not None:
+            self._journal.write("train", self.learner.step, figures)
+
+    def _now_and_then(self) -> None:
+        """Validate and save where it is time for it; the end does both anyway."""
+        step, config = self.learner.step, self.config
+        if step == self.total:
+            return
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            self._checkpoint()
+        if config.validate_every and step % config.validate_every == 0:
+            self.validate()
+
+    def validate(self) -> dict[str, float]:
+        """Judge the validation samples; return the figures, none without such samples."""
+        if self.data.validation is None:
+            return {}
+        judged = nothing_judged(self.config, self.ranks.device)
+        for batch in self.data.validation:
+            if len(batch["sample"]):
+                judged = judged + self.learner.validate(batch)
+        self.data.validation.set_epoch(0)
+        figures = judged.figures(self.ranks)
+        if self._journal is not None:
+            self._journal.write("validation", self.learner.step, figures)
+        return figures
+
+    def _checkpoint(self) -> None:
+        if self.ranks.leads:
+            place = Place(
+                self.learner.step,
+                self.data.train.state_dict(),
+                self.learner.draft.settings,
+                self.data.layers,
+                self._settings(),
+            )
+            directory = Path(self.config.output_dir) / _CHECKPOINTS
+            save_checkpoint(directory, self.learner, place, self.config.keep_checkpoints)
+        self.ranks.wait()
+
+    def _go_on(self, checkpoint: Path) -> None:
+        place = read_place(checkpoint)
+        refuse_another(place, self.learner.draft.settings, self.data.layers, self._settings())
+        self.data.train.load_state_dict(place.loader)
+        load_checkpoint(checkpoint, self.learner)
+        _log.info("going on from %s", checkpoint)
+
+    def _open_journal(self) -> Journal | None:
+        if not self.ranks.leads:
+            return None
+        return Journal(Path(self.config.output_dir), self.learner.step, tensorboard=self.config.tensorboard)
+
+    def _settings(self) -> dict[str, object]:
+        """Return what decides the course of the training."""
+        exempt = {
+            "output_dir",
+            "resume",
+            "device",
+            "threads",
+            "prefetch_bytes",
+            "log_every",
+            "tensorboard",
+            "log_level",
+        }
+        exempt |= {"store", "keep_checkpoints", "checkpoint_every", "validate_every"}
+        values = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in exempt}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def _summary(self, figures: dict[str, float], seconds: float) -> list[str]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = f"at most {size_text(peak)} of memory"
+        if self.ranks.device.type == "cuda":
+            memory += f", {size_text(torch.cuda.max_memory_allocated())} of the device's"
+        waited = f"waited for data {self.watch.waiting_share:.1%} of the steps' time"
+        lines = [f"{self.learner.step} steps in {seconds:.0f} s; {waited}; {memory}"]
+        if figures:
+            lines.append(f"validation: loss {figures['loss']:.4f}, tau {figures.get('tau', 1.0):.3f}")
+        return lines

@@ -1,0 +1,165 @@
+"""A live target in a store's place: the tokens stand in a store without states, and the states are made as asked for.
+
+A sample's states come from the very batch that a precompute would capture it in, run by the same code, so that they
+are the stored ones bit by bit. With a capture batch of several samples each of them is run again for every one of them
+that a training batch does not share; a batch size of 1 in the precompute's file avoids that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.metadata import has_store, read_metadata, write_metadata
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
+from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.precompute.batches import batches_of
+from dspark_store.precompute.capture import padded_batch
+from dspark_store.precompute.config import PrecomputeConfig
+from dspark_store.precompute.config import parse_arguments as parse_precompute
+from dspark_store.precompute.job import check_identity, plan_job
+from dspark_store.precompute.tokenise import tokenise
+from dspark_store.readers.cache import Cache
+from dspark_store.readers.plan import SampleSpan
+from dspark_store.readers.weights import TargetWeights
+from dspark_store.target.capture import CapturedStates, TargetCapture
+from dspark_store.target.facts import head_facts, target_weights
+from dspark_store.target.limits import check_ids
+from dspark_store.target.load import load_target, resolve_compute_dtype
+from dspark_store.target.source import TargetSource
+from dspark_store.training.ranks import Ranks
+from dspark_store.writers.tokens import TokenRows, read_token_shard
+
+_log = logging.getLogger(__name__)
+_SHARDS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTarget:
+    """The loaded target, and how a precompute would run it."""
+
+    model: PreTrainedModel
+    device: torch.device
+    batch_size: int
+
+
+class LiveCache(Cache):
+    """Reads tokens from a store whose states are not captured, and has the target make the states."""
+
+    def __init__(self, storage: Storage, target: LiveTarget) -> None:
+        super().__init__(storage, allow_incomplete=True)
+        self._target = target
+        self._capture = TargetCapture(target.model, self.layer_ids)
+        self._rows = lru_cache(_SHARDS_KEPT)(self._read_rows)
+
+    @property
+    def can_train(self) -> bool:
+        """Whether a loader may give its samples."""
+        return True
+
+    @property
+    def status(self) -> np.ndarray:
+        """(N,) uint8: 0 throughout, since no state was looked at."""
+        return np.zeros(len(self), np.uint8)
+
+    @property
+    def head(self) -> Mapping[str, JsonValue]:
+        """What a draft must know of the target beside its embedding and head."""
+        return head_facts(self._target.model)
+
+    def weights(self) -> TargetWeights:
+        """Return the target's embedding and head, as a store would keep them."""
+        embed, head, bias = target_weights(self._target.model)
+        kept = [None if table is None else table.to("cpu", self.dtype) for table in (embed, head, bias)]
+        return TargetWeights(cast(torch.Tensor, kept[0]), cast(torch.Tensor, kept[1]), kept[2])
+
+    def read_spans(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
+        """Fill the tensors of a batch, by column, with spans of samples; see `BatchReader.read`."""
+        super().read_spans(spans, slots, {name: batch[name] for name in (IDS, MASK) if name in batch})
+        wanted = {name: batch[name] for name in (LAYERS, LAST) if name in batch}
+        for tensor in wanted.values():
+            tensor.zero_()
+        for members, states in self._captured([span.sample for span in spans]) if wanted else ():
+            for span in spans:
+                if span.sample in members:
+                    self._fill(wanted, span, states, members.index(span.sample), slots)
+
+    def _captured(self, samples: Sequence[int]) -> Iterator[tuple[list[int], CapturedStates]]:
+        """Yield each capture batch that has one of the samples: its members, and their states."""
+        todo = set(samples)
+        grid = self.schema.tokens
+        while todo:
+            shard, row = grid.locate(min(todo))
+            rows, first = self._rows(shard), grid.rows(shard)[0]
+            members = next(batch for batch in batches_of(rows.lengths, self._target.batch_size) if row in batch)
+            ids, attention = padded_batch(rows, members, self.pad_token_id)
+            check_ids(ids, int(cast(int, self.manifest["target_vocab_size"])))
+            device = self._target.device
+            yield [first + member for member in members], self._capture(ids.to(device), attention.to(device))
+            todo -= {first + member for member in members}
+
+    def _fill(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        span: SampleSpan,
+        states: CapturedStates,
+        member: int,
+        slots: Sequence[int],
+    ) -> None:
+        width, place = self.schema.hidden_size, slice(span.place, span.place + span.stop - span.start)
+        for name, tensor in wanted.items():
+            sources = [states.last] if name == LAST else [states.layers[slot] for slot in slots]
+            for layer, source in enumerate(sources):
+                state = source[member, span.start : span.stop].to("cpu", self.dtype)
+                if name == LAYERS and tensor.dim() == 4:
+                    tensor[span.batch, layer, place] = state
+                else:
+                    tensor[span.batch, place, layer * width : (layer + 1) * width] = state
+
+    def _read_rows(self, shard: int) -> TokenRows:
+        return read_token_shard(self.storage, self.record, shard)
+
+
+def open_live(file: str, tokens: Path, ranks: Ranks) -> LiveCache:
+    """Tokenise what a precompute's file names into ``tokens``, load its target on every rank, and return both as one.
+
+    Tokens that stand there already are used, if they are of the same job. ValueError, OSError or ImportError for what
+    a user can get wrong; ValueError for a target that needs several ranks or devices.
+    """
+    config = parse_precompute(["-c", file, "--output-dir", str(tokens)])
+    config.check()
+    if config.device_map is not None or (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) != (1,) * 4:
+        raise ValueError(f"{file} shares the target out over devices; online training runs a whole target on each rank")
+    if ranks.leads:
+        _write_tokens(config, LocalStorage(tokens))
+    ranks.wait()
+    device = ranks.device if ranks.device.type == "cuda" else config.resolved_device
+    model = load_target(
+        TargetSource(config.target_model, config.trust_remote_code),
+        dtype=resolve_compute_dtype(config.compute_dtype, device),
+        device=device,
+        attn_implementation=config.target_attn_implementation,
+        num_layers=config.target_num_hidden_layers,
+    )
+    return LiveCache(LocalStorage(tokens), LiveTarget(model, device, config.batch_size))
+
+
+def _write_tokens(config: PrecomputeConfig, storage: LocalStorage) -> None:
+    job = plan_job(config)
+    if has_store(storage):
+        record = read_metadata(storage).record
+        check_identity(record, job)
+    else:
+        record = job.new_record
+        write_metadata(storage, record)
+    if record.phase == "tokens":
+        tokenise(storage, record, job.source)

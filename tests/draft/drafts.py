@@ -1,0 +1,77 @@
+"""A tiny draft, and batches that it learns from."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dspark_store.draft.blocks import Blocks, Packing, draw_blocks
+from dspark_store.draft.keys import generated_keys
+from dspark_store.draft.model import Draft
+from dspark_store.draft.settings import DraftSettings
+
+VOCAB, WIDTH, LAYERS = 37, 16, 3
+SETTINGS = DraftSettings(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    captured_layers=LAYERS,
+    mask_token_id=VOCAB - 1,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=24,
+    block_size=4,
+    markov_rank=6,
+)
+MARKOV_KINDS = ["vanilla", "gated", "rnn", "none"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch with its anchors drawn: ids and mask (B, S), states (B, S, L * H), last states (B, S, H)."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    states: torch.Tensor
+    last: torch.Tensor
+    blocks: Blocks
+    packing: Packing | None = None
+
+
+def random_(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def tiny_draft(seed=0, **changes):
+    """Weights that are larger than a fresh draft's, so that every part has a say in the logits."""
+    settings = replace(SETTINGS, **changes)
+    tables = torch.randn(2, settings.vocab_size, settings.hidden_size, generator=random_(seed + 1))
+    bias = torch.randn(settings.vocab_size, generator=random_(seed + 2)) if settings.head_bias else None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = Draft(settings, tables[0], tables[1] / 4, bias)
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return draft
+
+
+def tiny_batch(mask=None, rows=2, width=16, num_anchors=5, block_size=4, seed=0, packing=None):
+    random = random_(seed)
+    if mask is None:
+        mask = (torch.rand(rows, width, generator=random) < 0.8).long()
+    rows, width = mask.shape
+    ids = torch.randint(VOCAB - 1, (rows, width), generator=random)
+    states = torch.randn(rows, width, LAYERS * WIDTH, generator=random)
+    last = torch.randn(rows, width, WIDTH, generator=random)
+    remaining = None if packing is None else packing.doc_remaining
+    keys = generated_keys(rows, width, random)
+    blocks = draw_blocks(ids, mask, keys, num_anchors=num_anchors, block_size=block_size, doc_remaining=remaining)
+    return Batch(ids, mask, states, last, blocks, packing)
+
+
+def packed(*lengths):
+    """The packing of one row of documents of these lengths."""
+    positions = [position for length in lengths for position in range(length)]
+    remaining = [left for length in lengths for left in reversed(range(length))]
+    return Packing(torch.tensor([positions]), torch.tensor([remaining]))

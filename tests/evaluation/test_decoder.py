@@ -1,0 +1,114 @@
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from dspark_store.draft.model import Draft
+from dspark_store.draft.settings import DraftSettings
+from dspark_store.evaluation import decoder as decoder_module
+from dspark_store.evaluation.decoder import Decoder
+from dspark_store.evaluation.proposer import propose
+from dspark_store.target.facts import head_facts, target_weights
+from tests.tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_gemma, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+
+PROMPTS = [[5, 40, 41, 42, 9], [100] * 20, [7]]
+LAYER_IDS = (3, 1)
+
+
+def loud(model):
+    """Make the target sure of its tokens: even logits are near ties everywhere."""
+    model.get_output_embeddings().weight.data *= 60
+    return model
+
+
+def draft_of(model, **changes):
+    embed, head, bias = target_weights(model)
+    facts: Any = head_facts(model)
+    settings = DraftSettings(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        captured_layers=len(LAYER_IDS),
+        mask_token_id=3,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        block_size=3,
+        markov_rank=4,
+        final_logit_softcapping=facts["final_logit_softcapping"],
+        embedding_scale=facts["embedding_scale"],
+    )
+    torch.manual_seed(0)
+    return Draft(dataclasses.replace(settings, **changes), embed, head, bias).eval()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3, tiny_qwen3_moe, tiny_gemma])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_text_is_the_targets_own_whatever_the_draft_proposes(build, prompt):
+    model = loud(build())
+    decoder = Decoder(model, LAYER_IDS)
+    own = decoder.greedy(prompt, 25)
+    speculated = decoder.speculate(draft_of(model), prompt, 25)
+    assert speculated.tokens == own.tokens
+    assert 25 / 4 - 1 <= speculated.steps <= 24
+    assert min(own.margins) > 1e-4
+
+
+def test_greedy_text_is_that_of_transformers_own_generation():
+    model = loud(tiny_llama())
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        text = Decoder(model, LAYER_IDS).greedy(prompt, 12, frozenset({1})).tokens
+        assert text == expected[0, len(prompt) :].tolist()
+
+
+def test_a_draft_that_knows_the_text_gives_a_whole_block_a_step(monkeypatch):
+    """Proposals are taken from the target's own text: each step gives all of them and one more."""
+    model = loud(tiny_llama())
+    decoder = Decoder(model, LAYER_IDS)
+    own = decoder.greedy(PROMPTS[0], 40).tokens
+    monkeypatch.setattr(decoder_module, "propose", lambda draft, states, token: own[place(states) :][:3])
+
+    def place(states):
+        return states.shape[1] - len(PROMPTS[0]) + 1
+
+    speculated = decoder.speculate(draft_of(model), PROMPTS[0], 33)
+    assert speculated.tokens == own[:33]
+    assert speculated.steps == 8
+    assert speculated.tokens_per_step == 4
+
+
+def test_the_draft_is_shown_the_states_that_the_target_would_have_alone(monkeypatch):
+    """After rejected proposals too, the context is that of a plain forward over the text so far."""
+    model = loud(tiny_llama())
+    decoder, seen = Decoder(model, LAYER_IDS), []
+    real = propose
+
+    def noted(draft, states, token):
+        seen.append((states.clone(), token))
+        return real(draft, states, token)
+
+    monkeypatch.setattr(decoder_module, "propose", noted)
+    prompt = PROMPTS[0]
+    tokens = decoder.speculate(draft_of(model), prompt, 12).tokens
+    text = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        states = model(text, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer + 1] for layer in LAYER_IDS], dim=2)
+    for context, token in seen:
+        length = context.shape[1]
+        assert token == text[0, length]
+        assert torch.allclose(context, expected[:, :length], atol=1e-4)
+
+
+def test_decoding_ends_with_a_stop_token_and_says_no_more():
+    model = loud(tiny_llama())
+    decoder = Decoder(model, LAYER_IDS)
+    own = decoder.greedy(PROMPTS[0], 20).tokens
+    stop = frozenset({own[6]})
+    ended = decoder.greedy(PROMPTS[0], 20, stop).tokens
+    assert ended == own[: own.index(own[6]) + 1]
+    assert decoder.speculate(draft_of(model), PROMPTS[0], 20, stop).tokens == ended

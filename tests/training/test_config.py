@@ -1,0 +1,58 @@
+import pytest
+
+from dspark_store.train import main
+from dspark_store.training.config import parse_arguments
+from tests.training.runs import flags
+
+REQUIRED = ["--output-dir", "run", "--mask-token-id", "7"]
+
+
+def test_a_file_fills_the_settings_and_a_flag_wins(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("output-dir: run\nmask_token_id: 7\nstore: here\nlayers: [1, 3]\ngamma: 4\nlearning_rate: 1.0e-3\n")
+    config = parse_arguments(["-c", str(path), "--store", "there"])
+    assert (config.output_dir, config.mask_token_id, config.store) == ("run", 7, "there")
+    assert (config.layers, config.gamma, config.learning_rate) == ((1, 3), 4.0, 1e-3)
+    assert (config.block_size, config.num_anchors, config.markov_rank, config.draft_layers) == (7, 512, 256, 5)
+
+
+def test_an_unknown_key_suggests_the_nearest(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("learning_rte: 1\n")
+    with pytest.raises(ValueError, match="unknown setting 'learning_rte'; the nearest known one is 'learning_rate'"):
+        parse_arguments(["-c", str(path)])
+
+
+def test_the_mask_token_must_be_given():
+    with pytest.raises(ValueError, match="required but not given: --mask-token-id"):
+        parse_arguments(["--output-dir", "run"])
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ([], "give either --store, to train from it, or --online"),
+        (["--store", "a", "--online", "b"], "give either --store"),
+        (["--store", "a", "--batch-size", "0"], "batch-size must be >= 1, got 0"),
+        (["--store", "a", "--clip", "0"], "clip must be a finite number > 0"),
+        (["--store", "a", "--validation-fraction", "1"], "validation-fraction must be"),
+        (["--store", "a", "--markov", "lstm"], "invalid choice: 'lstm'"),
+        (["--store", "a", "--learning-rate", "-1"], "learning-rate must be >= 0"),
+        (["--store", "a", "--l1-weight", "x"], "invalid float value: 'x'"),
+    ],
+)
+def test_a_setting_that_cannot_be_ends_the_command_in_one_line(more, named, capsys):
+    assert main([*REQUIRED, *more]) == 2
+    text = capsys.readouterr().err
+    assert named in text
+    assert text.count("\n") == 1
+
+
+def test_what_a_store_is_not_ends_the_command_in_one_line(store, tmp_path, capsys):
+    assert main(flags(tmp_path / "run", "--store", tmp_path / "nothing")) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert main(flags(tmp_path / "run", "--store", store, "--mask-token-id", 288)) == 2
+    assert "mask_token_id 288 is outside the vocabulary of 288" in capsys.readouterr().err
+    assert main(flags(tmp_path / "run", "--store", store, "--layers", 1, 9)) == 2
+    assert "layer 9 was not captured" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,45 @@
+import json
+
+import pytest
+
+from dspark_store.training.journal import Journal
+
+
+def written(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_are_appended_with_kind_and_step(tmp_path):
+    journal = Journal(tmp_path, 0)
+    journal.write("train", 1, {"loss": 0.5})
+    journal.write("validation", 1, {"tau": 2.0})
+    journal.close()
+    assert written(tmp_path) == [
+        {"kind": "train", "step": 1, "loss": 0.5},
+        {"kind": "validation", "step": 1, "tau": 2.0},
+    ]
+
+
+def test_lines_past_the_step_that_is_gone_on_from_are_dropped_with_one_that_was_cut_off(tmp_path):
+    journal = Journal(tmp_path, 0)
+    for step in range(1, 5):
+        journal.write("train", step, {"loss": step})
+    journal.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    Journal(tmp_path, 2).close()
+    assert [line["step"] for line in written(tmp_path)] == [1, 2]
+
+
+def test_a_new_training_begins_a_new_file(tmp_path):
+    for _ in range(2):
+        journal = Journal(tmp_path, 0)
+        journal.write("train", 1, {})
+        journal.close()
+    assert len(written(tmp_path)) == 1
+
+
+def test_tensorboard_is_asked_for_by_the_name_of_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard.writer", None)
+    with pytest.raises(ImportError, match=r"dspark-store\[train\]"):
+        Journal(tmp_path, 0, tensorboard=True)

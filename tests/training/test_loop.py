@@ -1,0 +1,182 @@
+"""Steps, epochs, checkpoints and going on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dspark_store.train import main
+from dspark_store.training.checkpoint import checkpoints
+from tests.training.runs import flags, metrics, run, traced
+
+EPOCHS = ("--epochs", 4)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+
+
+def drafts(directory):
+    return load_file(checkpoints(directory / "checkpoints")[-1] / "draft.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_lowers_the_loss(store, tmp_path):
+    more = ("--epochs", 25, "--learning-rate", 1e-2, "--batch-size", 11, "--log-every", 5)
+    directory = run(tmp_path / "run", "--store", store, *more)
+    lines = metrics(directory)
+    assert [line["step"] for line in lines] == [5, 10, 15, 20, 25]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def test_accumulated_micro_batches_are_one_step_and_the_last_window_may_be_short(store, tmp_path):
+    """Eleven samples are six micro-batches of two: a window of four and one of two, each epoch."""
+    directory, steps = traced(tmp_path / "run", "--store", store, "--accumulate", 4, "--epochs", 2)
+    assert len(steps) == 4
+    assert [line["epoch"] for line in metrics(directory)] == [0, 0, 1, 1]
+
+
+def test_a_window_of_fewer_micro_batches_counts_them_as_if_they_were_all(store, tmp_path):
+    """One micro-batch of all samples: whatever number would be accumulated, there is only that one."""
+    one = traced(tmp_path / "one", "--store", store, "--batch-size", 11)
+    four = traced(tmp_path / "four", "--store", store, "--batch-size", 11, "--accumulate", 4)
+    first, second = (drafts(directory) for directory, _ in (one, four))
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8, 12])
+def test_a_training_that_goes_on_gives_the_trace_of_one_that_was_not_stopped(store, tmp_path, stop):
+    whole, steps = traced(tmp_path / "whole", "--store", store, "--max-steps", 14, *EPOCHS)
+    directory = tmp_path / "stopped"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspark_store.training.loop.Training._now_and_then", stop_at(stop))
+        with pytest.raises(KeyboardInterrupt):
+            run(directory, "--store", store, "--max-steps", 14, *EPOCHS)
+    _, rest = traced(directory, "--store", store, "--max-steps", 14, *EPOCHS, "--resume")
+    assert rest == steps[stop:]
+    assert metrics(directory) == metrics(whole)
+    assert same(drafts(directory), drafts(whole))
+
+
+def stop_at(step):
+    def now(training):
+        if training.learner.step == step:
+            training._checkpoint()
+            raise KeyboardInterrupt
+
+    return now
+
+
+def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_losses(store, tmp_path):
+    more = ("--store", store, "--epochs", 5, "--checkpoint-every", 4)
+    whole = run(tmp_path / "whole", *more)
+    directory = tmp_path / "killed"
+    command = [sys.executable, "-m", "dspark_store.train", *flags(directory, *more)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + 200
+        while not (directory / "checkpoints" / "step-00000008").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = len(metrics_so_far(directory))
+    assert before < 30, "it ended before it was killed"
+    assert main(flags(directory, *more, "--resume")) == 0
+    assert metrics(directory) == metrics(whole)
+    assert same(drafts(directory), drafts(whole))
+
+
+def metrics_so_far(directory):
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_finished_training_is_not_begun_again_unasked(store, tmp_path, capsys):
+    run(tmp_path / "run", "--store", store, "--max-steps", 2)
+    assert main(flags(tmp_path / "run", "--store", store)) == 2
+    assert "has checkpoints: pass --resume" in capsys.readouterr().err
+    assert main(flags(tmp_path / "run", "--store", store, "--max-steps", 2, "--resume")) == 0
+
+
+def test_another_draft_does_not_go_on_from_a_checkpoint(store, tmp_path, capsys):
+    run(tmp_path / "run", "--store", store, "--max-steps", 1)
+    for more, named in (
+        (("--mask-token-id", 99), "mask_token_id of the checkpoint is 287"),
+        (("--layers", 1), "layers"),
+    ):
+        assert main(flags(tmp_path / "run", "--store", store, "--resume", *more)) == 2
+        assert named in capsys.readouterr().err
+
+
+def test_other_settings_are_warned_of(store, tmp_path, caplog):
+    run(tmp_path / "run", "--store", store, "--max-steps", 1)
+    run(tmp_path / "run", "--store", store, "--max-steps", 2, "--resume", "--clip", 2)
+    assert "settings differ from those that the training was begun with: clip, max_steps" in caplog.text
+
+
+def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
+    more = ("--checkpoint-every", 1, "--keep-checkpoints", 2, "--max-steps", 5)
+    directory = run(tmp_path / "run", "--store", store, *more) / "checkpoints"
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_validation_samples_are_judged_and_not_trained_on(store, tmp_path):
+    more = ("--validation-fraction", 0.3, "--validate-every", 2, "--max-steps", 4, "--learning-rate", 0)
+    directory = run(tmp_path / "run", "--store", store, *more, "--warmup-ratio", 0, "--epochs", 9)
+    lines = metrics(directory, "validation")
+    assert [line["step"] for line in lines] == [2, 4]
+    assert {**lines[0], "step": 4} == lines[1]  # nothing was learned at a rate of 0, and the anchors are the same
+
+
+def test_the_summary_tells_of_waiting_memory_and_tau(store, tmp_path, capsys):
+    run(tmp_path / "run", "--store", store, "--max-steps", 2, "--validation-fraction", 0.3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 steps in ")
+    assert "waited for data" in lines[0]
+    assert "of memory" in lines[0]
+    assert lines[1].startswith("validation: loss ")
+
+
+def test_a_gradient_that_is_not_finite_ends_the_command(store, tmp_path, capsys):
+    assert main(flags(tmp_path / "run", "--store", store, "--learning-rate", 1e30, "--warmup-ratio", 0)) == 1
+    assert "is not finite" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_bf16_trains_with_weights_in_fp32(store, tmp_path):
+    directory = run(tmp_path / "run", "--store", store, "--dtype", "bf16", "--max-steps", 3)
+    assert {tensor.dtype for tensor in drafts(directory).values()} == {torch.float32}
+    exact = metrics(run(tmp_path / "exact", "--store", store, "--max-steps", 3))
+    for line, other in zip(metrics(directory), exact, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=0.05)
+        assert line["loss"] != other["loss"]
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(store, tmp_path):
+    more = ("--store", store, "--max-steps", 2, "--accumulate", 2, "--validation-fraction", 0.1)
+    alone = run(tmp_path / "alone", *more, "--batch-size", 2)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launcher, "dspark_store.train", *flags(tmp_path / "two", *more, "--batch-size", 1)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kind in ("train", "validation"):
+        pairs = list(zip(metrics(alone, kind), metrics(tmp_path / "two", kind), strict=True))
+        assert pairs
+        for one, two in pairs:
+            names = ("tau", "accept", "loss", "learning_rate") if kind == "train" else ("tau", "accept", "prefix_bias")
+            assert [one[name] for name in names] == pytest.approx([two[name] for name in names], rel=1e-3)
+    first, second = drafts(alone), drafts(tmp_path / "two")
+    assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
+
+
+def test_a_checkpoint_tells_what_it_is_of(store, tmp_path):
+    directory = run(tmp_path / "run", "--store", store, "--max-steps", 1)
+    state = json.loads((checkpoints(directory / "checkpoints")[-1] / "state.json").read_text())
+    assert (state["step"], state["layers"], state["draft"]["block_size"]) == (1, [1, 2, 3], 3)
