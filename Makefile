@@ -4,6 +4,7 @@
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO ?= demo
+BENCH ?= bench
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
@@ -28,10 +29,20 @@ lint: $(VENV)/dev.stamp ## check style, format and types
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-bench: $(VENV)/dev.stamp ## measure the writers, and the loaders beside the peers
-	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.writers
-	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders
-	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loader_scale
+bench: $(VENV)/dev.stamp ## measure chunk sizes, reading and writing beside the peers, and costs, into ./bench (under an hour)
+	$(RUN) -m benchmarks.fetch_target $(DEMO)
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.demo $(DEMO)
+	HF_HUB_OFFLINE=1 $(RUN) -m dspark_store.precompute --target-model $(DEMO)/target/*.gguf --device cpu \
+		--input-data $(DEMO)/messages.jsonl --output-dir $(BENCH)/fp32 --dtype fp32 --seq-length 512 \
+		--batch-size 4 --shard-size 16 --max-samples 32 --resume
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.chunk_sizes --store $(DEMO)/store --sweep --out $(BENCH)
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders --samples 48 --json $(BENCH)/loaders_synthetic.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders --store $(DEMO)/store --samples 80 --json $(BENCH)/loaders_real.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.writers --json $(BENCH)/writers.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loader_scale --json $(BENCH)/loader_scale.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.tokenise --chats 40000 --json $(BENCH)/tokenise.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.ratios $(BENCH)/fp32 --json $(BENCH)/ratios.json
+	$(RUN) -m benchmarks.report --from $(BENCH) --to $(BENCH)/benchmarks.md
 
 docs: $(VENV)/dev.stamp ## build the documentation site in ./site; warnings are errors
 	$(RUN) .ci/check_links.py
@@ -39,7 +50,7 @@ docs: $(VENV)/dev.stamp ## build the documentation site in ./site; warnings are 
 	@echo "open site/index.html"
 
 clean: ## remove what the other targets made, but for .venv
-	rm -rf demo site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo bench site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/created.stamp:

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.resident import resident_bytes
 from benchmarks.synthetic import synthetic_states
+from benchmarks.tables import Column, Comparison, Recorder, Table
 from dspark_store import CacheLoader, open_cache
 from dspark_store.format.digests import array_checksum, array_keys
 from dspark_store.format.dtypes import cache_dtype
@@ -197,12 +198,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader_scale", description=__doc__)
     parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="file to write the outcome to")
     parser.add_argument("--part", choices=MEASURES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.part:
         print(json.dumps(MEASURES[given.part](given.place)))
         return 0
+    recorder = Recorder("loader_scale", arguments)
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:
         place = Path(temporary)
         write_index(place / "index")
@@ -211,15 +214,30 @@ def main(arguments: Sequence[str]) -> int:
         memory = in_process("memory", place / "memory")
         write_store(place / "files", shards=MANY_SHARDS, rows=1, seq_length=4, width=8, layers=1)
         files = in_process("files", place / "files")
-    peaks = ", ".join(f"{peak:.0f}" for peak in memory.values())
-    print(f"{SAMPLES:,} samples, {SHARDS:,} shards, {LAYERS} layers; {os.cpu_count()} cores")
-    print(f"open, with a loader  {index['open_s']:8.3f} s    (aim 0.3)")
-    print(f"resident             {index['resident_per_sample']:8.1f} bytes a sample (aim 60)")
-    print(f"an epoch's order     {index['order_s']:8.3f} s    (aim 0.3)")
-    print(f"plan of a batch of {BATCH} {index['plan_ms']:8.3f} ms   (aim 0.5)")
-    print(f"resident above the start, most in each epoch: {peaks} MiB (aim {PREFETCH_BYTES // MIB} + 150)")
-    print(f"open files over {MANY_SHARDS:,} shards: {files['open_files']:.0f} (bound {OPEN_OBJECTS})")
+    recorder.describe(f"{SAMPLES:,} samples, {SHARDS:,} shards, {LAYERS} layers; {os.cpu_count()} cores")
+    recorder.add(scale_table(index, memory, files))
+    recorder.save(given.json)
     return 0
+
+
+def scale_table(index: Mapping[str, float], memory: Mapping[str, float], files: Mapping[str, float]) -> Table:
+    """Return what was measured, beside what is aimed at."""
+    rows: list[tuple[str, float, str, float]] = [
+        ("open a store with a loader of it", index["open_s"], "s", 0.3),
+        ("resident for it", index["resident_per_sample"], "bytes a sample", 60),
+        ("draw an epoch's order", index["order_s"], "s", 0.3),
+        (f"plan a batch of {BATCH}", index["plan_ms"], "ms", 0.5),
+        *(
+            (f"resident above the start, most in epoch {epoch}", peak, "MiB", PREFETCH_BYTES // MIB + 150)
+            for epoch, peak in enumerate(memory.values())
+        ),
+        (f"open files over {MANY_SHARDS:,} shards", files["open_files"], "files", OPEN_OBJECTS),
+    ]
+    columns = (Column("what"), Column("measured", ",.3f"), Column("unit"), Column("at most", ",g"))
+    comparisons = tuple(
+        Comparison("scale", name, f"the aim, {aim:g} {unit}", aim / value) for name, value, unit, aim in rows
+    )
+    return Table("Large stores", columns, tuple(rows), (), comparisons)
 
 
 if __name__ == "__main__":

@@ -1,128 +1,64 @@
 """Batches from disk: this reader with each codec beside the peers, on the same samples in one run.
 
-``python -m benchmarks.loaders [--quick] [--store STORE] [--place DIR]``. Every contender reads the same random batches,
-alternating; figures are medians with their quartiles, rates of valid state bytes (K + 1 vectors a token), and ratios.
-Warm means in the page cache; cold, after the files were dropped from it; limited, behind a line of fixed rate.
+``python -m benchmarks.loaders [--quick] [--store STORE] [--place DIR] [--json FILE]``. Every contender reads the same
+random batches, alternating; figures are medians with their quartiles, rates of valid state bytes (K + 1 vectors a
+token), and ratios. Warm means in the page cache; cold, after the files were dropped from it; limited, behind a line of
+fixed rate. Writing is measured too, to the disk.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.peer_writing import stored_size, ways_to_write
 from benchmarks.peers import (
+    PIPELINES,
     Contender,
     DaskReader,
+    Limited,
     MappedRagged,
     Ours,
     SafetensorsShards,
     TensorStoreReader,
     ZarrPython,
 )
-from benchmarks.synthetic import synthetic_states
+from benchmarks.rate_tables import rate_table, read_table
+from benchmarks.samples import Samples, stored_samples, synthetic_samples, write_samples
+from benchmarks.setting import default_setting
+from benchmarks.storage_rate import drop_from_cache
+from benchmarks.tables import Column, Comparison, Recorder, Table, usable_cores
 from benchmarks.throttle import RateLimit, RateLimitedStorage
 from dspark_store import Cache, open_cache
 from dspark_store.format.codecs import CRC_BYTES
-from dspark_store.format.dtypes import cache_dtype
-from dspark_store.format.grid import default_chunk_tokens
-from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.metadata import write_metadata
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import LAST, StoreSchema
-from dspark_store.format.storage import LocalStorage
-from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import complete_store, settle_tokens
-from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
 
-LAYERS, BATCH, SHARD_SIZE, THREADS = 5, 8, 16, 2
-PIPELINES = {
-    "zarr-python, default pipeline": "zarr.core.codec_pipeline.BatchedCodecPipeline",
-    "zarr-python, fused pipeline": "zarr.core.codec_pipeline.FusedCodecPipeline",
-    "zarr-python, zarrs pipeline": "zarrs.ZarrsCodecPipeline",
-}
+LAYERS, BATCH, SHARD_SIZE, THREADS, WRITES = 5, 8, 16, 2, 3
+CODECS = ("none", "fast", "default")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Samples to measure on: S positions, H features, and every sample's length. ``states`` gives sample i's layers."""
-
-    seq_length: int
-    width: int
-    lengths: tuple[int, ...]
-    states: Callable[[int], Sequence[torch.Tensor]]
-
-    @property
-    def mean_bytes(self) -> float:
-        """Valid state bytes of a sample in the mean."""
-        return statistics.mean(self.lengths) * (LAYERS + 1) * self.width * 2
+def schema_of(samples: Samples, codec: str) -> StoreSchema:
+    """Return the schema of a store of the samples with a codec and its default chunks."""
+    return samples.schema(codec, default_setting(samples, codec).chunk_tokens, SHARD_SIZE)
 
 
-def synthetic_case(seq_length: int, width: int, samples: int, *, ragged: bool) -> Case:
-    """Return synthetic samples of full length, or of lengths evenly spread between one token and S."""
-    generator = np.random.Generator(np.random.PCG64(0))
-    lengths = (
-        np.full(samples, seq_length)
-        if not ragged
-        else generator.permutation(samples) * (seq_length - 1) // (samples - 1) + 1
-    )
-    pool = [synthetic_states(seq_length, width, seed) for seed in range(LAYERS + 2)]
-
-    def states(sample: int) -> Sequence[torch.Tensor]:
-        return [pool[(sample + layer) % len(pool)][: lengths[sample]] for layer in range(LAYERS)]
-
-    return Case(seq_length, width, tuple(int(length) for length in lengths), states)
-
-
-def stored_case(store: Path, samples: int) -> Case:
-    """Return the first samples of a real store of at least 5 layers."""
-    cache = open_cache(store)
-    count = min(samples, len(cache)) // SHARD_SIZE * SHARD_SIZE
-    layers = cache.layer_ids[-LAYERS:]
-
-    def states(sample: int) -> Sequence[torch.Tensor]:
-        length = int(cache.lengths[sample])
-        item = cache.read([sample], layers=layers, positions=slice(0, length), layout="stacked")
-        return list(item["target_hidden_states"][0])
-
-    lengths = tuple(int(length) for length in cache.lengths[:count])
-    return Case(cache.schema.seq_length, cache.schema.hidden_size, lengths, states)
-
-
-def write_case(case: Case, codec: str, place: Path) -> Path:
-    """Write a case as a store of five layers, the last of which is the last hidden state; return its path."""
-    dtype = cache_dtype("bf16")
-    tokens = default_chunk_tokens(case.width, dtype.itemsize, case.seq_length, compressed=codec != "none")
-    count = len(case.lengths)
-    schema = StoreSchema(count, SHARD_SIZE, case.seq_length, case.width, LAYERS, (1, 2, 3, 4, 5), dtype, codec, tokens)
-    record, storage = StoreRecord("0" * 32, schema), LocalStorage(place)
-    write_metadata(storage, record)
-    with EncodePipeline(THREADS, 256 * 1024 * 1024) as pipeline:
-        for shard in range(schema.tokens.num_shards):
-            members = schema.tokens.rows(shard)
-            ids = [np.arange(case.lengths[sample], dtype=np.int32) for sample in members]
-            rows = TokenRows(ids, [np.ones(len(row), np.uint8) for row in ids])
-            write_token_shard(storage, record, shard, rows, members.stop)
-            writer = StateShardWriter(
-                storage, record, shard, rows=len(rows), tokens=rows.digest, pipeline=pipeline, shared_slot=LAYERS - 1
-            )
-            for row, sample in enumerate(members):
-                layers = case.states(sample)
-                writer.add(row, layers, layers[-1])
-            writer.commit()
-    complete_store(storage, settle_tokens(storage, record))
-    return place
+def write_stores(samples: Samples, place: Path) -> dict[str, Path]:
+    """Write a store with each codec; return their paths."""
+    stores = {codec: place / codec for codec in CODECS}
+    for codec, path in stores.items():
+        write_samples(samples, schema_of(samples, codec), path, THREADS)
+    return stores
 
 
 def random_batches(samples: int, count: int) -> list[list[int]]:
@@ -171,16 +107,6 @@ def decode_reference(cache: Cache) -> Callable[[Sequence[int]], float]:
     return measure
 
 
-def drop_from_cache(place: Path) -> None:
-    """Ask the kernel to drop a directory's files from the page cache."""
-    for path in place.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 def alternate(
     contenders: Sequence[Contender], batches: Sequence[Sequence[int]], *, cold: bool
 ) -> dict[str, list[float]]:
@@ -197,28 +123,9 @@ def alternate(
     return rates
 
 
-def print_rates(
-    title: str, rates: dict[str, list[float]], case: Case, contenders: Sequence[Contender], base: str
-) -> None:
-    """Print a table: median samples a second with quartiles, rate of valid bytes, stored bytes a sample, ratio."""
-    print(f"\n{title}\n")
-    print("| contender | samples/s (quartiles) | GB/s of states | KB stored a sample | ratio |")
-    print("|---|---|---|---|---|")
-    reference = statistics.median(rates[base])
-    for contender in contenders:
-        values = rates[contender.name]
-        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        stored = contender.stored_bytes(range(len(case.lengths))) / len(case.lengths) / 1e3
-        print(
-            f"| {contender.name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {middle * case.mean_bytes / 1e9:.2f} | "
-            f"{stored:,.0f} | {middle / reference:.2f} |"
-        )
-
-
-def measure_warm(case: Case, place: Path, stores: dict[str, Path], repeats: int, title: str) -> None:
+def measure_warm(samples: Samples, place: Path, stores: Mapping[str, Path], repeats: int, title: str) -> Table:
     """Measure this reader with each codec beside the peers' fastest ways."""
-    plain = open_cache(stores["none"], threads=THREADS)
-    peers: list[Contender] = [SafetensorsShards(plain, place / "safetensors"), MappedRagged(plain, place / "ragged")]
+    peers = layout_peers(stores, place)
     ours: list[Contender] = []
     for codec, store in stores.items():
         for verify in (True, False) if codec == "none" else (True,):
@@ -226,16 +133,31 @@ def measure_warm(case: Case, place: Path, stores: dict[str, Path], repeats: int,
                 name = f"ours, {codec}, {layout}" + ("" if verify else ", checksums off")
                 ours.append(Ours(name, open_cache(store, threads=THREADS, verify=verify), layout))
     contenders = [*peers, *ours]
-    alternate(contenders, random_batches(len(case.lengths), 3), cold=False)
-    batches = random_batches(len(case.lengths), repeats)
+    alternate(contenders, random_batches(len(samples.lengths), 3), cold=False)
+    batches = random_batches(len(samples.lengths), repeats)
     rates = alternate(contenders, batches, cold=False)
-    print_rates(title, rates, case, contenders, peers[0].name)
     default = open_cache(stores["default"], threads=THREADS)
     reference, mine = decode_reference(default), Ours("ours", default, "stacked")
     mine.batch(batches[0])
     pairs = [(reference(batch), _timed(mine, batch)) for batch in batches]
     ratio = statistics.median(plain for plain, _ in pairs) / statistics.median(ours for _, ours in pairs)
-    print(f"\ncodec default against two plain threads decoding the same chunks: {ratio:.2f}x")
+    note = f"Codec default against two plain threads that decode the same chunks, in memory: {ratio:.2f}."
+    table = read_table(title, rates, contenders, samples, peers[0].name, [note])
+    plain = Comparison(title, "ours, default, stacked", "two plain threads decoding the same chunks", ratio)
+    return Table(table.title, table.columns, table.rows, table.notes, (*table.comparisons, plain))
+
+
+def layout_peers(stores: Mapping[str, Path], place: Path) -> list[Contender]:
+    """Return the peers with a layout of their own; their files are made where they are not there yet."""
+    plain = open_cache(stores["none"], threads=THREADS)
+    return [SafetensorsShards(plain, place / "safetensors"), MappedRagged(plain, place / "ragged")]
+
+
+def zarr_peers(store: Path) -> list[Contender]:
+    """Return the other readers of a store of ours."""
+    cache = open_cache(store, threads=THREADS)
+    pipelines = [ZarrPython(name, cache, store, pipeline) for name, pipeline in PIPELINES.items()]
+    return [*pipelines, TensorStoreReader(cache, store), DaskReader(cache, store)]
 
 
 def _timed(contender: Contender, batch: Sequence[int]) -> float:
@@ -244,83 +166,85 @@ def _timed(contender: Contender, batch: Sequence[int]) -> float:
     return time.perf_counter() - started
 
 
-def measure_zarr(case: Case, stores: dict[str, Path], repeats: int) -> None:
+def measure_zarr(samples: Samples, stores: Mapping[str, Path], repeats: int, title: str) -> Table:
     """Measure the same store through other Zarr implementations."""
     store = stores["default"]
-    cache = open_cache(store, threads=THREADS)
-    contenders: list[Contender] = [Ours("ours, default, flat", cache, "flat")]
-    contenders += [ZarrPython(name, cache, store, pipeline) for name, pipeline in PIPELINES.items()]
-    contenders += [TensorStoreReader(cache, store), DaskReader(cache, store)]
-    alternate(contenders, random_batches(len(case.lengths), 1), cold=False)
-    rates = alternate(contenders, random_batches(len(case.lengths), repeats), cold=False)
-    print_rates(
-        "The same store through other readers (codec default, warm)", rates, case, contenders, contenders[1].name
-    )
+    contenders = [Ours("ours, default, flat", open_cache(store, threads=THREADS), "flat"), *zarr_peers(store)]
+    alternate(contenders, random_batches(len(samples.lengths), 1), cold=False)
+    rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=False)
+    return read_table(title, rates, contenders, samples, contenders[1].name)
 
 
-def measure_cold(case: Case, place: Path, stores: dict[str, Path], repeats: int) -> None:
+def measure_cold(samples: Samples, place: Path, stores: Mapping[str, Path], repeats: int, title: str) -> Table:
     """Measure with files dropped from the page cache before every batch."""
-    plain = open_cache(stores["none"])
     contenders: list[Contender] = [
-        SafetensorsShards(plain, place / "safetensors"),
-        MappedRagged(plain, place / "ragged"),
+        *layout_peers(stores, place),
         *(Ours(f"ours, {codec}, flat", open_cache(store), "flat") for codec, store in stores.items()),
+        *zarr_peers(stores["default"]),
     ]
-    rates = alternate(contenders, random_batches(len(case.lengths), repeats), cold=True)
-    print_rates("Ragged rows, cold (this machine's disk)", rates, case, contenders, contenders[0].name)
+    rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=True)
+    note = "Files are dropped from this machine's page cache before every batch; a host below it may still hold them."
+    return read_table(title, rates, contenders, samples, contenders[0].name, [note])
 
 
-class Limited:
-    """A contender whose bytes come over a line before it works on them in memory."""
-
-    def __init__(self, contender: Contender, limit: RateLimit) -> None:
-        self.name = contender.name
-        self.files = contender.files
-        self._contender = contender
-        self._limit = limit
-
-    def batch(self, samples: Sequence[int]) -> dict[str, object]:
-        """See `Contender`."""
-        self._limit.take(self._contender.stored_bytes(samples))
-        return self._contender.batch(samples)
-
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return self._contender.stored_bytes(samples)
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._contender.close()
-
-
-def measure_limited(case: Case, place: Path, stores: dict[str, Path], repeats: int, rate: float) -> None:
+def measure_limited(
+    samples: Samples, place: Path, stores: Mapping[str, Path], repeats: int, rate: float, title: str
+) -> Table:
     """Measure behind a line of ``rate`` bytes a second; our own reads go over it one by one."""
-    plain = open_cache(stores["none"])
     limit = RateLimit(rate)
-    contenders: list[Contender] = [
-        Limited(SafetensorsShards(plain, place / "safetensors"), limit),
-        Limited(MappedRagged(plain, place / "ragged"), limit),
-    ]
+    peers = [*layout_peers(stores, place), *zarr_peers(stores["default"])]
+    contenders: list[Contender] = [Limited(peer, limit) for peer in peers]
     for codec, store in stores.items():
         contenders.append(Ours(f"ours, {codec}, flat", Cache(RateLimitedStorage(str(store), limit)), "flat"))
-    rates = alternate(contenders, random_batches(len(case.lengths), repeats), cold=False)
-    title = f"Ragged rows, storage limited to {rate / 1e6:.0f} MB/s"
-    print_rates(title, rates, case, contenders, contenders[0].name)
-    medians = [statistics.median(rates[contender.name]) for contender in contenders]
-    ours = statistics.median(rates["ours, default, flat"])
-    print(f"\ncodec default: {ours / medians[0]:.2f}x padded safetensors, {ours / medians[1]:.2f}x ragged rows")
+    rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=False)
+    note = (
+        "A peer's batch takes the longer one of its bytes over the line and its reading from memory, as if they "
+        "overlapped wholly; ours really reads over the line."
+    )
+    title = f"{title}, storage of {rate / 1e6:.0f} MB/s"
+    return read_table(title, rates, contenders, samples, contenders[0].name, [note])
 
 
-def measure_layers(case: Case, store: Path) -> None:
+def measure_writing(samples: Samples, place: Path, repeats: int, title: str) -> Table:
+    """Write the samples in every way, in turn, each time into a new directory and to the disk."""
+    ways = ways_to_write(samples, {codec: schema_of(samples, codec) for codec in CODECS}, THREADS)
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    stored: dict[str, float] = {}
+    for _ in range(repeats):
+        for name, write in ways.items():
+            started = time.perf_counter()
+            write(place / "written")
+            rates[name].append(len(samples.lengths) / (time.perf_counter() - started))
+            stored[name] = stored_size(place / "written") / len(samples.lengths)
+            shutil.rmtree(place / "written")
+    note = "Every way ends when its files are on the disk. Ours also writes checksums, digests, ledger and index."
+    return rate_table(title, rates, stored, samples, "safetensors shards (NeMo)", [note])
+
+
+def measure_layers(samples: Samples, store: Path) -> Table:
     """Count the bytes that two captured layers read, against all five."""
     counts = []
     for layers in (None, [1, 3]):
         limit = RateLimit(float("inf"))
         cache = Cache(RateLimitedStorage(str(store), limit))
-        for batch in random_batches(len(case.lengths), len(case.lengths) // BATCH):
+        for batch in random_batches(len(samples.lengths), len(samples.lengths) // BATCH):
             cache.read(batch, columns=("target_hidden_states",), layers=layers)
         counts.append(limit.total)
-    print(f"\n2 of {LAYERS} layers: {counts[1]:,} of {counts[0]:,} bytes read, {counts[1] / counts[0]:.1%}")
+    columns = (Column("layers read"), Column("bytes read", ",d"), Column("of all", ".1%"))
+    rows = tuple((name, count, count / counts[0]) for name, count in zip((f"all {LAYERS}", "2"), counts, strict=True))
+    return Table("Some layers only, codec default", columns, rows)
+
+
+def measure(samples: Samples, name: str, place: Path, given: argparse.Namespace, recorder: Recorder) -> None:
+    """Measure everything on some samples, whose rows are called by ``name``."""
+    few = max(3, given.repeats // 3)
+    recorder.add(measure_writing(samples, place, min(few, WRITES), f"{name}, writing"))
+    stores = write_stores(samples, place)
+    recorder.add(measure_warm(samples, place, stores, given.repeats, f"{name}, warm"))
+    recorder.add(measure_zarr(samples, stores, few, f"{name}, warm, the same store through other readers"))
+    recorder.add(measure_cold(samples, place, stores, few, f"{name}, cold"))
+    recorder.add(measure_limited(samples, place, stores, few, given.rate, name))
+    recorder.add(measure_layers(samples, stores["default"]))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -334,32 +258,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="batches a contender (default: 15)")
     parser.add_argument("--rate", type=float, default=200e6, help="limited storage, bytes a second (default: 200e6)")
     parser.add_argument("--quick", action="store_true", help="small states and few repeats")
+    parser.add_argument("--json", type=Path, help="file to write the outcome to")
     given = parser.parse_args(arguments)
     if given.quick:
         given.width, given.seq_length, given.samples, given.repeats = 256, 256, 32, 3
     torch.set_num_threads(THREADS)
-    codecs = ("none", "fast", "default")
+    recorder = Recorder("loaders", arguments)
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:
         place = Path(temporary)
         if given.store is None:
-            full = synthetic_case(given.seq_length, given.width, given.samples, ragged=False)
-            ragged = synthetic_case(given.seq_length, given.width, given.samples, ragged=True)
+            size = (given.seq_length, given.width, LAYERS, given.samples)
+            full, samples = (synthetic_samples(*size, ragged=ragged) for ragged in (False, True))
         else:
-            full = ragged = stored_case(given.store, given.samples)
-        source = "synthetic states" if given.store is None else f"real states of {given.store}"
-        print(
-            f"{source}: H={ragged.width}, K={LAYERS}, S={ragged.seq_length}, {len(ragged.lengths)} samples, "
-            f"batch {BATCH}"
+            full, samples = None, stored_samples(given.store, count=given.samples, layers=LAYERS)
+        source = "synthetic states" if given.store is None else "real states"
+        recorder.describe(
+            f"{source}: H={samples.width}, K={samples.layers}, S={samples.seq_length}, {len(samples.lengths)} samples, "
+            f"{samples.dtype.name}, batches of {BATCH}; {usable_cores()} cores, {THREADS} threads for warm reading and "
+            "writing"
         )
-        print(f"{os.cpu_count()} cores, torch {torch.__version__}, {THREADS} threads where not said otherwise")
-        full_stores = {codec: write_case(full, codec, place / "full" / codec) for codec in codecs}
-        measure_warm(full, place / "full", full_stores, given.repeats, "Full rows, warm")
-        stores = {codec: write_case(ragged, codec, place / "half" / codec) for codec in codecs}
-        measure_warm(ragged, place / "half", stores, given.repeats, "Ragged rows, warm")
-        measure_zarr(ragged, stores, max(3, given.repeats // 3))
-        measure_cold(ragged, place / "half", stores, max(3, given.repeats // 3))
-        measure_limited(ragged, place / "half", stores, max(3, given.repeats // 3), given.rate)
-        measure_layers(ragged, stores["default"])
+        if full is not None:
+            stores = write_stores(full, place / "full")
+            recorder.add(measure_warm(full, place / "full", stores, given.repeats, "Full rows, warm"))
+            shutil.rmtree(place / "full")
+        measure(samples, "Ragged rows", place / "ragged", given, recorder)
+    recorder.save(given.json)
     return 0
 
 

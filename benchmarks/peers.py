@@ -17,6 +17,7 @@ import zarr
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.throttle import RateLimit
 from dspark_store import CACHE_KEYS, Cache
 from dspark_store.readers.shapes import Layout
 
@@ -24,6 +25,13 @@ type Batch = dict[str, Any]
 
 IDS, MASK, LAYERS, LAST = CACHE_KEYS
 _ALIGNMENT = 8
+
+
+PIPELINES = {
+    "zarr-python, default pipeline": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    "zarr-python, fused pipeline": "zarr.core.codec_pipeline.FusedCodecPipeline",
+    "zarr-python, zarrs pipeline": "zarrs.ZarrsCodecPipeline",
+}
 
 
 class Contender(Protocol):
@@ -170,6 +178,34 @@ class MappedRagged:
 
 def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, length - len(values)))
+
+
+class Limited:
+    """A contender whose bytes come over a line while it works on them in memory.
+
+    That is the best that it could do: all of its work behind its reading, and a batch is there when both are over.
+    """
+
+    def __init__(self, contender: Contender, limit: RateLimit) -> None:
+        self.name = contender.name
+        self.files = contender.files
+        self._contender = contender
+        self._limit = limit
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """See `Contender`."""
+        arrives = self._limit.reserve(self._contender.stored_bytes(samples))
+        batch = self._contender.batch(samples)
+        self._limit.wait(arrives)
+        return batch
+
+    def stored_bytes(self, samples: Sequence[int]) -> int:
+        """See `Contender`."""
+        return self._contender.stored_bytes(samples)
+
+    def close(self) -> None:
+        """See `Contender`."""
+        self._contender.close()
 
 
 class _OurStore:

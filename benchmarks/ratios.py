@@ -6,9 +6,12 @@ chunks with each preset. Printed is the lowest and the highest ratio over the ca
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from benchmarks.tables import Column, Recorder, Table
 from dspark_store import open_cache
 from dspark_store.format.codecs import CODEC_PRESETS, state_chain
 from dspark_store.format.dtypes import CACHE_DTYPES, CacheDtype, tensor_bits
@@ -37,17 +40,25 @@ def layer_ratios(cache: Cache, dtype: CacheDtype, preset: str, samples: Sequence
 
 def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
-    cache = open_cache(arguments[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ratios", description=__doc__)
+    parser.add_argument("store", type=Path, metavar="STORE", help="a finished store of float32 states")
+    parser.add_argument("--json", type=Path, help="file to write the outcome to")
+    given = parser.parse_args(arguments)
+    recorder = Recorder("ratios", [argument.replace(str(given.store), "STORE") for argument in arguments])
+    cache = open_cache(given.store)
     samples = range(min(32, len(cache)))
-    print(f"{cache.manifest['target_model']}: layers {list(cache.layer_ids)}, {len(samples)} samples")
-    print("| dtype | codec | all layers | lowest | highest |")
-    print("|---|---|---|---|---|")
+    target = Path(str(cache.manifest.get("target_model", "a target"))).name
+    recorder.describe(f"real states of {target}, layers {list(cache.layer_ids)}, {len(samples)} samples, whole chunks")
+    rows = []
     for dtype in CACHE_DTYPES.values():
         for preset in CODEC_PRESETS:
             totals = layer_ratios(cache, dtype, preset, samples)
             ratios = [raw / stored for raw, stored in totals]
             whole = sum(raw for raw, _ in totals) / sum(stored for _, stored in totals)
-            print(f"| {dtype.name} | {preset} | {whole:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |")
+            rows.append((dtype.name, preset, whole, min(ratios), max(ratios)))
+    columns = (Column("dtype"), Column("codec"), *(Column(name, ".3f") for name in ("all layers", "lowest", "highest")))
+    recorder.add(Table("Bytes of states a stored byte", columns, tuple(rows)))
+    recorder.save(given.json)
     return 0
 
 

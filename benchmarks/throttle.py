@@ -18,13 +18,28 @@ class RateLimit:
         self._lock = threading.Lock()
         self.total = 0
 
+    def reset(self, bytes_per_second: float | None = None) -> None:
+        """Forget what has been counted; take another rate where one is given."""
+        with self._lock:
+            self.total = 0
+            self._free_at = 0.0
+            self._rate = self._rate if bytes_per_second is None else bytes_per_second
+
     def take(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more have come over the line."""
+        self.wait(self.reserve(nbytes))
+
+    def reserve(self, nbytes: int) -> float:
+        """Send ``nbytes`` over the line; return the time at which they will have come, for `wait`."""
         with self._lock:
             self.total += nbytes
             self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._rate
-            until = self._free_at
-        time.sleep(max(0.0, until - time.perf_counter()))
+            return self._free_at
+
+    def wait(self, until: float) -> None:
+        """Wait for a time that `reserve` returned."""
+        if (left := until - time.perf_counter()) > 0:
+            time.sleep(left)
 
 
 class RateLimitedObject(LocalObject):

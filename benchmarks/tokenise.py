@@ -12,9 +12,10 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from benchmarks.tables import Column, Comparison, Recorder, Table
 from dspark_store.sources.chat import ChatSource
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
@@ -134,14 +136,16 @@ def resident() -> int:
     return sum((int(field[1]) - int(field[2])) * os.sysconf("SC_PAGE_SIZE") for field in fields)
 
 
-def main() -> None:
-    """Measure and print."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chats", type=int, default=200_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tokenizer", help="a directory with a tokenizer; one is trained otherwise")
     parser.add_argument("--untagged", action="store_true", help="a template without generation tags")
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file to write the outcome to")
+    given = parser.parse_args(arguments)
+    recorder = Recorder("tokenise", arguments)
     os.environ.setdefault("RAYON_NUM_THREADS", str(given.workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chats.jsonl"
@@ -154,14 +158,30 @@ def main() -> None:
             tokenizer = trained_tokenizer(texts, tagged=not given.untagged)
         library = library_rate(tokenizer, path, min(given.chats, 20_000))
         ours, whole, memory = our_rate(tokenizer, path, given.workers)
-    print(f"library alone       {library.clock:8,.0f} chats/s {library.processor:8,.0f} a processor second")
-    print(f"from file to masks  {ours.clock:8,.0f} chats/s {ours.processor:8,.0f} a processor second")
-    print(f"ratio               {ours.clock / library.clock:8.2f}         {ours.processor / library.processor:8.2f}")
-    print(f"with the start of the processes {whole:,.0f} chats/s")
-    print(
-        f"memory in MiB, every tenth of {given.chats:,} chats: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}"
+    recorder.describe(f"{given.chats:,} chats, {given.workers} processes")
+    recorder.add(tokenise_table(library, ours, whole, memory))
+    recorder.save(given.json)
+    return 0
+
+
+def tokenise_table(library: Rate, ours: Rate, whole: float, memory: Sequence[int]) -> Table:
+    """Return both rates, and the memory of all processes."""
+    columns = (Column("chats"), Column("a second", ",.0f"), Column("a processor second", ",.0f"))
+    ratios = (ours.clock / library.clock, ours.processor / library.processor)
+    rows = (
+        ("the library alone", library.clock, library.processor),
+        ("from the file to ids and masks", ours.clock, ours.processor),
     )
+    notes = (
+        f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; with the start of the processes, {whole:,.0f} chats a second.",
+        f"Memory of all processes at every tenth, in MiB: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}.",
+    )
+    comparisons = tuple(
+        Comparison(f"tokenising, {unit}", "from the file to ids and masks", "the tokenizer library alone", ratio)
+        for unit, ratio in zip(("a second", "a processor second"), ratios, strict=True)
+    )
+    return Table("Tokenising", columns, rows, notes, comparisons)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch
 from benchmarks import writing_cost
 from benchmarks.resident import peak_of, resident_bytes
 from benchmarks.synthetic import synthetic_states
+from benchmarks.tables import Column, Comparison, Recorder, Table
 from dspark_store.format.dtypes import cache_dtype, tensor_bits
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.manifest import StoreRecord
@@ -133,22 +134,33 @@ def measure_rates(
     return clock, processor
 
 
-def report_memory(width: int, codec: str, place: Path) -> Iterator[str]:
-    """Measure memory over R, and yield the lines of the report."""
+def memory_table(width: int, codec: str, place: Path) -> Table:
+    """Measure memory over R."""
     peaks = {rows: memory_in_processes(width, codec, rows, place / f"r{rows}") for rows in (16, 256)}
-    for rows, peak in peaks.items():
-        yield f"peak memory, R={rows:<4d} {peak / 2**20:8.1f} MiB above the level before the first shard"
-    yield f"peak ratio R=256 / R=16  {peaks[256] / peaks[16]:6.3f}"
+    columns = (Column("samples a shard", "d"), Column("peak above the level before the first shard, MiB", ",.1f"))
+    note = f"The larger shards take {peaks[256] / peaks[16]:.3f} of the smaller ones' peak."
+    return Table("Memory over the size of a shard", columns, tuple((r, p / 2**20) for r, p in peaks.items()), (note,))
 
 
-def report_rates(width: int, codec: str, place: Path, repeats: int) -> Iterator[str]:
-    """Measure encoding rates, and yield the lines of the report."""
-    clock, processor = measure_rates(width, codec, place, repeats)
-    for unit, (ours, plain) in (("second", clock), ("processor second", processor)):
-        yield f"MB of states a {unit}, 2 threads"
-        yield f"the writer (cast, check, encode, checksum, write, fsync) {ours / 1e6:8.0f}"
-        yield f"the codec alone                                          {plain / 1e6:8.0f}"
-        yield f"ratio                                                    {ours / plain:8.3f}\n"
+def rates_table(width: int, codec: str, place: Path, repeats: int) -> Table:
+    """Measure encoding rates."""
+    columns = (
+        Column("MB of states"),
+        Column("the writer", ",.0f"),
+        Column("the codec alone", ",.0f"),
+        Column("ratio", ".3f"),
+    )
+    measured = dict(zip(("a second", "a processor second"), measure_rates(width, codec, place, repeats), strict=True))
+    rows = tuple((unit, ours / 1e6, plain / 1e6, ours / plain) for unit, (ours, plain) in measured.items())
+    comparisons = tuple(
+        Comparison(f"writing, {unit}", "the writer", "two plain threads and the codec alone", ours / plain)
+        for unit, (ours, plain) in measured.items()
+    )
+    note = (
+        "The writer casts, checks, encodes, checksums, writes and syncs, with two encoding threads. Beside it, two "
+        "plain threads encode the same chunks and drop them."
+    )
+    return Table(f"The rate of the writer, shards of {RATE_SHARD} samples", columns, rows, (note,), comparisons)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -163,28 +175,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--samples", type=int, default=64, help="samples of 128 tokens a run of the cost (default: 64)")
     parser.add_argument("--only", choices=PARTS, help="measure one thing (default: all)")
     parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="file to write the outcome to")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.memory_of:
         print(json.dumps({"peak": measure_memory(given.width, given.codec, given.memory_of, given.place)}))
         return 0
-    print(f"H={given.width}, K={LAYERS}, bf16, codec {given.codec}, synthetic states, {os.cpu_count()} cores")
+    recorder = Recorder("writers", arguments)
+    recorder.describe(
+        f"synthetic states: H={given.width}, K={LAYERS}, bf16, codec {given.codec}; {os.cpu_count()} cores"
+    )
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:
         for part in PARTS if given.only is None else (given.only,):
-            print(flush=True)
-            for line in _report(part, given, Path(temporary) / part):
-                print(line, flush=True)
+            recorder.add(_table(part, given, Path(temporary) / part))
+    recorder.save(given.json)
     return 0
 
 
-def _report(part: str, given: argparse.Namespace, place: Path) -> Iterator[str]:
+def _table(part: str, given: argparse.Namespace, place: Path) -> Table:
     place.mkdir()
     if part == "memory":
-        return report_memory(given.width, given.codec, place)
+        return memory_table(given.width, given.codec, place)
     if part == "rates":
-        return report_rates(given.width, given.codec, place, given.repeats)
-    return writing_cost.report(
+        return rates_table(given.width, given.codec, place, given.repeats)
+    return writing_cost.cost_table(
         given.width,
         given.codec,
         place,

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from benchmarks.captures import Workload, elapsed, new_workload, run_forwards, run_writing
 from benchmarks.resident import peak_of
 from benchmarks.synthetic import synthetic_states
+from benchmarks.tables import Column, Comparison, Table
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.schema import StoreSchema
@@ -159,21 +160,29 @@ def _peak_in_process(case: Case, place: Path, *, writes: bool) -> int:
     return int(json.loads(done.stdout)["peak"])
 
 
-def report(width: int, codec: str, place: Path, *, pairs: int, tokens_per_second: float, samples: int) -> Iterator[str]:
-    """Measure, and yield the lines of the report. ``samples`` have 128 tokens each."""
+def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_second: float, samples: int) -> Table:
+    """Measure what writing costs. ``samples`` have 128 tokens each."""
     torch.set_num_threads(_cores())
     case = calibrated(Case(width, codec, samples), tokens_per_second)
     cost = measure_cost(case, place, pairs)
-    kilobytes = (LAYERS + 1) * width * 2 / 1000
-    yield f"a forward of {cost.tokens_per_second:.0f} tokens/s, {kilobytes:.0f} KB of states a token"
-    for unit, ratios in (("clock", cost.clock), ("processor", cost.processor)):
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} pairs"
-        aim = "; aim 1.05" if unit == "clock" else ""
-        yield f"with writing / forward alone, {unit:9} {statistics.median(ratios):7.3f}  ({spread}{aim})"
+    rows: list[tuple[str, float, float | None, float | None, float | None]] = []
+    comparisons = []
+    for unit, ratios, aim in (("clock", cost.clock, 1.05), ("processor", cost.processor, None)):
+        ratio = statistics.median(ratios)
+        rows.append((f"with writing / forward alone, {unit}", ratio, min(ratios), max(ratios), aim))
+        comparisons.append(
+            Comparison("writing during a capture", f"a forward with writing, {unit}", "without", 1 / ratio)
+        )
     small, hurried = replace(case, samples=PEAK_SAMPLES), replace(case, samples=4 * PEAK_SAMPLES, products=0)
     for what, of in (("that forward", small), ("one that takes no time", hurried)):
         peak = peak_over_forward(of, place / f"peak-{of.products}") / MIB
-        yield f"peak memory above {what:22} {peak:7.1f} MiB  (aim {256 + BUFFER_BYTES // MIB})"
+        rows.append((f"peak memory above {what}, MiB", peak, None, None, 256 + BUFFER_BYTES // MIB))
+    columns = (Column("what"), *(Column(name, ",.3f") for name in ("median", "least", "most")), Column("aim", ",g"))
+    note = (
+        f"A forward of {cost.tokens_per_second:.0f} tokens/s, {(LAYERS + 1) * width * 2 / 1000:.0f} KB of states a "
+        f"token, {pairs} pairs."
+    )
+    return Table("What writing costs a capture", columns, tuple(rows), (note,), tuple(comparisons))
 
 
 def _cores() -> int:

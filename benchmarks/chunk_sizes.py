@@ -1,0 +1,234 @@
+"""Which chunk size, codec and shard size to take: measured on real states, and recommended for a storage and cores.
+
+``python -m benchmarks.chunk_sizes --store STORE [--sweep] [--quick]``. Without ``--sweep`` it encodes and decodes a few
+samples with each codec and T, and says what to give the precompute. With it, every setting is written and read in every
+way; then the recommended ones are measured once more beside the best of the sweep. Rates are of valid states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import size_tables
+from benchmarks.access import ACCESSES, BATCH
+from benchmarks.recommend import Candidate, Plan, candidates
+from benchmarks.rounds import spread
+from benchmarks.samples import Samples, stored_samples
+from benchmarks.search import Search
+from benchmarks.setting import Axes, Setting, chosen_axes, default_axes, default_setting
+from benchmarks.storage_rate import measured_rate
+from benchmarks.sweep import LIMITED_ACCESSES, UNLIMITED, Effort, Measured, ReadCase, RunOff, Sweep, rivals
+from benchmarks.tables import Recorder, usable_cores
+from dspark_store.format.codecs import CODEC_PRESETS
+from dspark_store.precompute.run import run
+from dspark_store.precompute.settings import PrecomputeConfig
+
+SWEPT_RATES = (100e6, 500e6)
+DEMO = Path("demo")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code, 2 after a user's mistake."""
+    given = _parse(arguments)
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="chunk-sizes-", dir=given.place) as temporary:
+            return _measure(given, Recorder("chunk_sizes", arguments), Path(temporary))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chunk_sizes", description=__doc__)
+    source = parser.add_argument_group("states")
+    source.add_argument("--store", type=Path, help="a finished store (default: demo/store, which `make demo` leaves)")
+    source.add_argument("--target", help="a small target to make states with; needs --input-data")
+    source.add_argument("--input-data", type=Path, help="chats for the target")
+    source.add_argument("--sample-mb", type=float, help="at most so many MB of states (default: 64, quick 24)")
+    plan = parser.add_argument_group("what the store is for")
+    plan.add_argument("--storage-rate", type=float, help="MB a second of storage (default: measured in --place)")
+    plan.add_argument("--cores", type=int, help="cores that read and decode (default: those of this machine)")
+    plan.add_argument("--num-samples", type=int, help="samples of the planned store (default: those of the store)")
+    axes = parser.add_argument_group("what is tried")
+    axes.add_argument("--codec", nargs="+", choices=CODEC_PRESETS, default=[], help="codec presets (default: all)")
+    axes.add_argument("--chunk-tokens", nargs="+", type=int, default=[], help="T (default: 32 to S, doubling)")
+    axes.add_argument("--shard-size", nargs="+", type=int, default=[], help="R (default: 16 64 256)")
+    axes.add_argument("--layers-per-chunk", nargs="+", type=int, default=[], help="L, of a sweep (default: 1 and K)")
+    parser.add_argument("--sweep", action="store_true", help="measure every setting, then the recommended beside them")
+    parser.add_argument("--quick", action="store_true", help="few settings and rounds: under 3 minutes with --sweep")
+    parser.add_argument("--rounds", type=int, help="rounds of reading (default: 7, quick 3)")
+    parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results (default: bench)")
+    parser.add_argument("--place", type=Path, help="directory to write stores in (default: a temporary one)")
+    given = parser.parse_args(arguments)
+    if (given.target is None) != (given.input_data is None):
+        parser.error("give --target and --input-data together")
+    for name in ("storage_rate", "cores", "num_samples", "rounds", "sample_mb"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    given.sample_mb = given.sample_mb or (24 if given.quick else 64)
+    return given
+
+
+def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
+    samples, store_samples, name = _samples(given, place)
+    axes = _axes(given, samples)
+    cores = usable_cores()
+    rounds = given.rounds or (3 if given.quick else 7)
+    recorder.describe(
+        f"real states of {name}: H={samples.width}, K={samples.layers}, S={samples.seq_length}, {samples.dtype.name}, "
+        f"{len(samples.lengths)} samples of {sum(samples.lengths) / len(samples.lengths):.0f} tokens in the mean, "
+        f"{samples.state_bytes / 1e6:.0f} MB of states; batches of {BATCH}, {cores} cores"
+    )
+    rate = given.storage_rate * 1e6 if given.storage_rate else measured_rate(given.place or place, cores)
+    search = Search(samples, axes, place / "search", cores, rounds, _progress)
+    plan = Plan(
+        given.num_samples or store_samples,
+        samples.layers,
+        samples.state_bytes / len(samples.lengths),
+        BATCH,
+        rate,
+        (given.cores or cores) / cores,
+    )
+    chosen, known = search.recommend(plan)
+    measured: Mapping[Setting, Measured] = {}
+    run_offs: list[RunOff] = []
+    if given.sweep:
+        measured, run_offs = _sweep(given, samples, axes, search, place, rounds)
+        for table in size_tables.sweep_tables(measured, samples):
+            recorder.add(table)
+        recorder.add(size_tables.run_off_table(run_offs, default_setting(samples)))
+    recorder.add(size_tables.prediction_table(known, plan, default_setting(samples)))
+    paragraph = size_tables.recommendation(chosen, known, plan, given.cores or cores, measured=not given.storage_rate)
+    print(f"\n{paragraph}", flush=True)
+    _save(given.out, recorder, samples, measured, run_offs, chosen, paragraph)
+    return 0
+
+
+def _samples(given: argparse.Namespace, place: Path) -> tuple[Samples, int, str]:
+    """Return the samples, how many the store has, and the target's name."""
+    from dspark_store import open_cache
+
+    store = given.store
+    if given.target is not None:
+        store = place / "captured"
+        config = PrecomputeConfig(
+            target_model=given.target,
+            input_data=str(given.input_data),
+            output_dir=str(store),
+            seq_length=512,
+            batch_size=4,
+            max_samples=80,
+            device="cpu",
+        )
+        run(config)
+    elif store is None:
+        store = DEMO / "store"
+        if not store.exists():
+            raise FileNotFoundError(
+                f"{store} not found: run `make demo` first, or give --store STORE, or --target and --input-data"
+            )
+    samples = stored_samples(store, nbytes=int(given.sample_mb * 1e6))
+    cache = open_cache(store, allow_reduced_depth=True)
+    return samples, len(cache), Path(str(cache.manifest.get("target_model", "a target"))).name
+
+
+def _axes(given: argparse.Namespace, samples: Samples) -> Axes:
+    wanted = Axes(tuple(given.codec), tuple(given.chunk_tokens), tuple(given.shard_size), tuple(given.layers_per_chunk))
+    return chosen_axes(default_axes(samples, quick=given.quick), wanted, samples)
+
+
+def _sweep(
+    given: argparse.Namespace, samples: Samples, axes: Axes, search: Search, place: Path, rounds: int
+) -> tuple[Mapping[Setting, Measured], list[RunOff]]:
+    """Measure every setting, then each recommendation beside the best of the sweep."""
+    effort = Effort(2, 1, rounds, 25.0) if given.quick else Effort(read_rounds=rounds)
+    sweep = Sweep(samples, axes, place / "sweep", usable_cores(), effort, _Steps())
+    measured = sweep.run(SWEPT_RATES)
+    run_offs = []
+    for access in LIMITED_ACCESSES:
+        for rate in (*SWEPT_RATES, UNLIMITED):
+            case = ReadCase(access, rate)
+            plan = Plan(
+                len(samples.lengths),
+                samples.layers,
+                samples.state_bytes / len(samples.lengths),
+                BATCH,
+                rate,
+                scattered=access == "scattered",
+            )
+            recommended = search.recommend(plan)[0].setting
+            others = [*rivals(measured, case), *_default_of(measured, samples)]
+            run_off = sweep.run_off(case, recommended, others, 3 * rounds)
+            errors = [one.rate / measured[one.setting].reading[case].median for one in candidates(search.known, plan)]
+            run_offs.append(replace(run_off, predicted=spread(errors)))
+    return measured, run_offs
+
+
+def _default_of(measured: Mapping[Setting, Measured], samples: Samples) -> list[Setting]:
+    default = default_setting(samples)
+    return [default] if default in measured else []
+
+
+def _save(
+    out: Path,
+    recorder: Recorder,
+    samples: Samples,
+    measured: Mapping[Setting, Measured],
+    run_offs: Sequence[RunOff],
+    chosen: Candidate,
+    paragraph: str,
+) -> None:
+    """Write JSON, and after a sweep CSV and, where matplotlib is installed, the plots."""
+    out.mkdir(parents=True, exist_ok=True)
+    plots: list[str] = []
+    if measured:
+        size_tables.write_csv(out / "chunk_sizes.csv", measured)
+        plots = _plots(out, samples, measured, run_offs)
+    figures = {"recommended": chosen.setting.flags, "paragraph": paragraph}
+    recorder.outcome(plots=plots, figures=figures).save(out / "chunk_sizes.json")
+    print(f"\nwritten to {out}: {', '.join(sorted(['chunk_sizes.json', *plots]))}", file=sys.stderr)
+
+
+def _plots(out: Path, samples: Samples, measured: Mapping[Setting, Measured], run_offs: Sequence[RunOff]) -> list[str]:
+    try:
+        from benchmarks import plots
+    except ImportError as error:
+        print(f"no plots: {error}; pip install 'dspark-store[plot]'", file=sys.stderr)
+        return []
+    made = plots.heat_maps(out, measured, list(ACCESSES))
+    return [*made, plots.size_against_speed(out, measured, run_offs, default_setting(samples))]
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+class _Steps:
+    """Tells how far a long step is, and how long it will still take, every few seconds."""
+
+    def __init__(self) -> None:
+        self._what, self._started, self._told = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._started, self._told = what, now, now - 10
+        if done == total or now - self._told >= 5:
+            self._told = now
+            left = (now - self._started) / done * (total - done)
+            print(f"{what}: {done:,} of {total:,}, at most {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""What a draft learns from a store: validation tau of trained drafts beside an untrained one and a bigram.
+
+``python -m benchmarks.drafts STORE --seeds 1 2 3 -- --mask-token-id 16 --max-steps 300`` trains a draft for each seed, with
+the flags of `dspark_store.train` behind ``--``, and judges all three on the same validation samples and anchors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.bigram import Bigram
+from dspark_store.draft.blocks import draw_blocks
+from dspark_store.draft.keys import sample_keys
+from dspark_store.draft.loss import loss_sums
+from dspark_store.draft.metrics import DraftCounts, draft_counts
+from dspark_store.draft.model import DraftOutput
+from dspark_store.format.schema import IDS, LAST
+from dspark_store.training.config import parse_arguments
+from dspark_store.training.loop import Training
+from dspark_store.training.ranks import joined_ranks
+
+ADDED = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
+"""What is added to every count of the bigram; the best of them on the validation samples is taken, in its favour."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """Tau of one seed: tokens that a step of the target is expected to give, its own included."""
+
+    seed: int
+    steps: int
+    untrained: float
+    bigram: float
+    added: float
+    trained: float
+    waited_share: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, judge and print; return 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store")
+    parser.add_argument("--out", default="bench/drafts", help="where the trainings go, a directory for each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", help="write the figures there too")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:cut])
+    results = [measure(given.store, Path(given.out) / f"seed-{seed}", seed, words[cut + 1 :]) for seed in given.seeds]
+    print("seed   steps  untrained   bigram  trained  over untrained  over bigram  waited")
+    for result in results:
+        over = f"{result.trained - result.untrained:>15.3f}  {result.trained - result.bigram:>11.3f}"
+        taus = f"{result.untrained:>9.3f}  {result.bigram:>7.3f}  {result.trained:>7.3f}"
+        print(f"{result.seed:>4}  {result.steps:>6}  {taus} {over}  {result.waited_share:>6.1%}")
+    if given.json:
+        Path(given.json).write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    return 0
+
+
+def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftResult:
+    """Train one draft; return what it, its beginning and the best bigram are worth on the validation samples."""
+    own = ["--store", store, "--output-dir", str(output), "--seed", str(seed), "--validation-fraction", "0.1"]
+    config = parse_arguments([*own, *flags])
+    config.check()
+    with joined_ranks(config.resolved_device) as ranks:
+        training = Training(config, ranks, None)
+        untrained = training.validate()["tau"]
+        added, bigram = best_bigram(training)
+        training.run()
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained = [line["tau"] for line in lines if line["kind"] == "validation"][-1]
+    return DraftResult(seed, training.total, untrained, bigram, added, trained, training.watch.waiting_share)
+
+
+def best_bigram(training: Training) -> tuple[float, float]:
+    """Return the best count to add, and tau of the bigram of the training samples with it."""
+    loader, cache = training.data.train, training.data.cache
+    samples = [int(sample) for sample in loader.samples]
+    rows = [cache.read([sample], columns=(IDS,))[IDS][0, : cache.lengths[sample]].numpy() for sample in samples]
+    bigram = Bigram.of(rows, training.learner.draft.settings.vocab_size)
+    return max(((added, _tau(training, bigram, added)) for added in ADDED), key=lambda pair: pair[1])
+
+
+def _tau(training: Training, bigram: Bigram, added: float) -> float:
+    config, draft, counts = training.config, training.learner.draft, None
+    if training.data.validation is None:
+        raise ValueError("there are no validation samples")
+    for batch in training.data.validation:
+        ids = batch[IDS]
+        keys = sample_keys(batch["sample"], ids.shape[1], seed=config.seed, epoch=0)
+        blocks = draw_blocks(
+            ids, batch["loss_mask"], keys, num_anchors=config.num_anchors, block_size=config.block_size
+        )
+        previous = blocks.previous.numpy()
+        logits = torch.from_numpy(bigram.log_probabilities(previous.ravel(), added)).view(*previous.shape, -1)
+        output = DraftOutput(logits, None)
+        with torch.no_grad():
+            teacher = draft.teacher_logits(batch[LAST].to(config.compute_dtype), blocks)
+            found: DraftCounts = draft_counts(output, loss_sums(output, teacher, blocks), blocks)
+        counts = found if counts is None else counts + found
+    training.data.validation.set_epoch(0)
+    if counts is None:
+        raise ValueError("there are no validation samples")
+    return counts.rates()["tau"]
+
+
+if __name__ == "__main__":
+    np.seterr(all="raise")
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Samples to measure on: real states out of a store, or synthetic ones, and stores written from them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.synthetic import synthetic_states
+from dspark_store import open_cache
+from dspark_store.format.dtypes import CacheDtype, cache_dtype
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import write_metadata
+from dspark_store.format.schema import LAYERS, StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.states import StateShardWriter
+from dspark_store.writers.tokens import TokenRows, write_token_shard
+
+_BUFFER_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of up to S positions and H features: every sample's length, and ``states``, which gives its K layers.
+
+    Each layer of sample i is (length, H) in the cache dtype; the last one is also the last hidden state.
+    """
+
+    seq_length: int
+    width: int
+    layers: int
+    dtype: CacheDtype
+    lengths: tuple[int, ...]
+    states: Callable[[int], Sequence[torch.Tensor]]
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Valid bytes of all distinct states, K vectors a token."""
+        return sum(self.lengths) * self.layers * self.vector_bytes
+
+    @property
+    def mean_bytes(self) -> float:
+        """Valid bytes that a sample is in training, in the mean: K + 1 vectors a token."""
+        return statistics.mean(self.lengths) * (self.layers + 1) * self.vector_bytes
+
+    def first(self, count: int) -> Samples:
+        """Return the first samples."""
+        return replace(self, lengths=self.lengths[:count])
+
+    def grouped(self, layers: int) -> Samples:
+        """Return the same samples with each ``layers`` neighbouring layers as one of so many times the features.
+
+        They are made once and kept in memory. ValueError when the layers do not fall into such groups.
+        """
+        if self.layers % layers:
+            raise ValueError(f"{layers} layers a chunk do not divide the {self.layers} layers of the samples")
+        made = [
+            [torch.cat(list(states[at : at + layers]), dim=1) for at in range(0, self.layers, layers)]
+            for states in map(self.states, range(len(self.lengths)))
+        ]
+        return replace(self, width=self.width * layers, layers=self.layers // layers, states=made.__getitem__)
+
+    def schema(self, codec: str, chunk_tokens: int, shard_size: int) -> StoreSchema:
+        """Return the schema of a store of these samples."""
+        ids = tuple(range(1, self.layers + 1))
+        return StoreSchema(
+            len(self.lengths),
+            shard_size,
+            self.seq_length,
+            self.width,
+            self.layers,
+            ids,
+            self.dtype,
+            codec,
+            chunk_tokens,
+        )
+
+
+def synthetic_samples(seq_length: int, width: int, layers: int, count: int, *, ragged: bool) -> Samples:
+    """Return synthetic samples of full length, or of lengths evenly spread between one token and S."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    spread = generator.permutation(count) * (seq_length - 1) // (count - 1) + 1
+    lengths = tuple(int(length) for length in (spread if ragged else np.full(count, seq_length)))
+    pool = [synthetic_states(seq_length, width, seed) for seed in range(layers + 2)]
+
+    def states(sample: int) -> Sequence[torch.Tensor]:
+        return [pool[(sample + layer) % len(pool)][: lengths[sample]] for layer in range(layers)]
+
+    return Samples(seq_length, width, layers, cache_dtype("bf16"), lengths, states)
+
+
+def stored_samples(
+    store: Path, *, count: int | None = None, layers: int | None = None, nbytes: int | None = None
+) -> Samples:
+    """Return samples of a real store, in memory: at most ``count`` of them, of ``nbytes`` bytes of states in all.
+
+    They are spread evenly over the store, with its last ``layers`` layers, or all of them.
+    """
+    cache = open_cache(store, allow_reduced_depth=True)
+    chosen = cache.layer_ids[-layers:] if layers else cache.layer_ids
+    limit = len(cache) if count is None else min(count, len(cache))
+    if nbytes is not None:
+        vector_bytes = cache.schema.hidden_size * cache.schema.dtype.itemsize
+        mean = max(1.0, float(cache.lengths.mean())) * len(chosen) * vector_bytes
+        limit = max(1, min(limit, int(nbytes / mean)))
+    rows = np.linspace(0, len(cache) - 1, limit).round().astype(int).tolist()
+    held: list[list[torch.Tensor]] = []
+    for row in rows:
+        item = cache.read(
+            [row], columns=(LAYERS,), layers=chosen, positions=slice(0, int(cache.lengths[row])), layout="stacked"
+        )
+        held.append(list(item[LAYERS][0]))
+    lengths = tuple(int(cache.lengths[row]) for row in rows)
+    schema = cache.schema
+    return Samples(schema.seq_length, schema.hidden_size, len(chosen), schema.dtype, lengths, held.__getitem__)
+
+
+def write_samples(samples: Samples, schema: StoreSchema, place: Path, threads: int) -> float:
+    """Write a complete store, each object to the disk; return the seconds that its states took."""
+    record, storage = StoreRecord("0" * 32, schema), LocalStorage(place)
+    write_metadata(storage, record)
+    digests = []
+    for shard in range(schema.tokens.num_shards):
+        members = schema.tokens.rows(shard)
+        ids = [np.arange(samples.lengths[sample], dtype=np.int32) for sample in members]
+        rows = TokenRows(ids, [np.ones(len(row), np.uint8) for row in ids])
+        write_token_shard(storage, record, shard, rows, members.stop)
+        digests.append(rows.digest)
+    record = settle_tokens(storage, record)
+    started = time.perf_counter()
+    with EncodePipeline(threads, _BUFFER_BYTES) as pipeline:
+        for shard, digest in enumerate(digests):
+            members = schema.tokens.rows(shard)
+            writer = StateShardWriter(
+                storage,
+                record,
+                shard,
+                rows=len(members),
+                tokens=digest,
+                pipeline=pipeline,
+                shared_slot=schema.num_layers - 1,
+            )
+            for row, sample in enumerate(members):
+                layers = samples.states(sample)
+                writer.add(row, layers, layers[-1])
+            writer.commit()
+    seconds = time.perf_counter() - started
+    complete_store(storage, record)
+    return seconds

@@ -1,0 +1,80 @@
+"""Every way to write ends with the same states on the disk, which the peers' own readers give back."""
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from safetensors.torch import load_file
+
+from benchmarks.loaders import LAYERS, measure_cold, measure_limited, measure_writing, schema_of, write_stores
+from benchmarks.peer_writing import stored_size, ways_to_write
+from benchmarks.peers import PIPELINES
+from benchmarks.samples import synthetic_samples
+from dspark_store import open_cache
+from dspark_store.format.dtypes import tensor_bits
+
+ZARR = [*PIPELINES, "TensorStore", "dask.array.store"]
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return synthetic_samples(24, 8, LAYERS, 18, ragged=True)
+
+
+@pytest.fixture(scope="module")
+def ways(samples):
+    return ways_to_write(samples, {codec: schema_of(samples, codec) for codec in ("none", "default")}, 1)
+
+
+def wanted(samples, sample):
+    return torch.cat(list(samples.states(sample)), dim=1)
+
+
+@pytest.mark.parametrize("name", ZARR)
+@pytest.mark.filterwarnings("ignore")
+def test_other_zarr_libraries_write_the_same_arrays(name, samples, ways, tmp_path):
+    ways[name](tmp_path / "written")
+    layers = zarr.open_array(tmp_path / "written" / "target_hidden_states", mode="r")
+    last = zarr.open_array(tmp_path / "written" / "target_last_hidden_states", mode="r")
+    assert layers.shape == (18, 24, LAYERS * 8)
+    for sample, length in enumerate(samples.lengths):
+        states = wanted(samples, sample)
+        assert np.array_equal(layers[sample, :length], tensor_bits(states).view(np.uint16))
+        assert np.array_equal(last[sample, :length], tensor_bits(states[:, -8:].contiguous()).view(np.uint16))
+        assert (np.asarray(layers[sample, length:]) == 0xFFFF).all()
+
+
+def test_ours_is_a_store(samples, ways, tmp_path):
+    ways["ours, default"](tmp_path / "written")
+    cache = open_cache(tmp_path / "written")
+    assert torch.equal(cache.read([5])["target_hidden_states"][0, : samples.lengths[5]], wanted(samples, 5))
+
+
+def test_safetensors_shards_are_padded(samples, ways, tmp_path):
+    ways["safetensors shards (NeMo)"](tmp_path / "written")
+    shards = [load_file(path) for path in sorted((tmp_path / "written").iterdir())]
+    layers = torch.cat([shard["target_hidden_states"] for shard in shards])
+    assert layers.shape == (18, 24, LAYERS * 8)
+    for sample, length in enumerate(samples.lengths):
+        assert torch.equal(layers[sample, :length], wanted(samples, sample))
+        assert not layers[sample, length:].any()
+
+
+def test_ragged_rows_are_as_large_as_what_they_hold(samples, ways, tmp_path):
+    ways["ragged rows in one file (DeepSpec)"](tmp_path / "written")
+    assert stored_size(tmp_path / "written") == sum(samples.lengths) * ((LAYERS + 1) * 16 + 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_peer_is_timed_writing_cold_and_behind_a_line(samples, tmp_path):
+    tables = [measure_writing(samples, tmp_path, 1, "writing")]
+    stores = write_stores(samples, tmp_path)
+    tables.append(measure_cold(samples, tmp_path, stores, 1, "cold"))
+    tables.append(measure_limited(samples, tmp_path, stores, 1, 1e9, "limited"))
+    for table in tables:
+        names = {str(row[0]) for row in table.rows}
+        assert sum(name.startswith("ours") for name in names) == 3
+        for peer in ("NeMo", "DeepSpec", "default pipeline", "fused", "zarrs", "TensorStore", "dask"):
+            assert any(peer in name for name in names), peer
+        assert len(table.comparisons) == 3 * (len(names) - 3)
+        assert all(float(row[1] or 0) > 0 for row in table.rows)
