@@ -40,8 +40,18 @@ class Entry:
 
 
 COMMANDS = {
+    "info": Entry("dspark_store.commands.info", "tell what a store is, how far it is and what it takes, on one screen"),
+    "head": Entry("dspark_store.commands.head", "show samples of a store: their text, and the norms of their states"),
     "verify": Entry("dspark_store.commands.verify", "check every object of a store against its own promises"),
+    "repair": Entry(
+        "dspark_store.commands.repair", "put a damaged store right, or uncommit what a precompute must do again"
+    ),
+    "stats": Entry("dspark_store.commands.stats", "measure norms, channels, lengths and vocabulary of a store"),
+    "estimate": Entry("dspark_store.commands.estimate", "tell how large a store will be, and how long it takes"),
+    "diff": Entry("dspark_store.commands.diff", "compare two stores: identity, samples, states, weights"),
+    "rechunk": Entry("dspark_store.commands.rechunk", "copy a store under other settings, verified"),
     "tokens": Entry("dspark_store.commands.tokens", "show what a target would be run over, or a report of it"),
+    "generate": Entry("dspark_store.commands.generate", "let a target answer prompts: chats in its own words"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,16 @@ def old_python(path: Path) -> Path:
 
 def shim(path: Path) -> Path:
     return write_script(path, f'echo "pyenv: {path.name}: command not found" >&2; exit 127')
+
+
+def system_tools(path: Path, *names: str) -> Path:
+    """Make a directory in which some commands of this machine stand, and no others."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        found = shutil.which(name)
+        assert found is not None, name
+        (path / name).symlink_to(found)
+    return path
 
 
 def find_python(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,10 +134,55 @@ def test_no_suitable_python_is_one_line_that_says_what_to_do(tmp_path: Path) -> 
 )
 def test_ci_passes_only_when_lint_and_tests_do(tmp_path: Path, failing: str, expected: int) -> None:
     write_script(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
+    write_script(tmp_path / "chromium", "exit 0")
     environment = {"PATH": f"{tmp_path}:{SYSTEM_PATH}", "CI": "true"}
     finished = subprocess.run([ROOT / ".ci" / "run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == expected
     assert re.findall("^ran .*$", finished.stdout, re.MULTILINE) == ["ran lint", "ran test"]
+
+
+def test_ci_forbids_the_tests_that_need_chromium_to_skip_themselves(tmp_path: Path) -> None:
+    write_script(tmp_path / "make", 'echo "$1 with $DSPARK_REQUIRE_CHROMIUM"')
+    write_script(tmp_path / "chromium", "exit 0")
+    environment = {"PATH": f"{tmp_path}:{SYSTEM_PATH}"}
+    finished = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    assert "test with 1\n" in finished.stdout
+
+
+def find_chromium(tmp_path: Path, apt: str | None, *, root: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the search for Chromium where there is none, with `apt` as the body of apt-get."""
+    tools = system_tools(tmp_path / "tools", "sh", "env", "tail")
+    write_script(tools / "id", f"echo {0 if root else 1000}")
+    write_script(tools / "sleep", "exit 0")
+    write_script(tools / "sudo", 'echo "sudo $1" >> "$TRACE"; shift; exec "$@"')
+    if apt is not None:
+        write_script(tools / "apt-get", f'echo "apt-get $1" >> "$TRACE"\n{apt}')
+    environment = {"PATH": str(tools), "TRACE": str(tmp_path / "trace")}
+    return subprocess.run([ROOT / ".ci" / "chromium"], env=environment, capture_output=True, text=True)
+
+
+def test_chromium_is_installed_from_apt_where_it_is_missing(tmp_path: Path) -> None:
+    assert find_chromium(tmp_path, "exit 0").returncode == 0
+    assert (tmp_path / "trace").read_text() == "apt-get update\napt-get install\n"
+
+
+def test_chromium_is_installed_with_sudo_by_who_is_not_root(tmp_path: Path) -> None:
+    assert find_chromium(tmp_path, "exit 0", root=False).returncode == 0
+    assert (tmp_path / "trace").read_text() == "sudo -n\napt-get update\nsudo -n\napt-get install\n"
+
+
+def test_a_chromium_that_cannot_be_installed_is_one_line_after_three_tries(tmp_path: Path) -> None:
+    finished = find_chromium(tmp_path, 'echo "E: no network"; exit 100')
+    assert finished.returncode == 1
+    assert finished.stderr == "chromium cannot be installed, tried three times: E: no network\n"
+    assert (tmp_path / "trace").read_text() == "apt-get update\n" * 3
+
+
+def test_a_system_without_apt_is_told_to_install_chromium_by_hand(tmp_path: Path) -> None:
+    finished = find_chromium(tmp_path, None)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert finished.stderr.count("\n") == 1
+    assert "no apt-get" in finished.stderr
 
 
 def test_make_alone_lists_every_target() -> None:

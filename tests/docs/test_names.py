@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -12,6 +13,8 @@ from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.settings import settings
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
 
+PACKAGE = ROOT / "dspark_store"
+UNLISTED = {"", "commands", "megatron"}  # a module a command, and a package that the page sums up
 OTHER_FLAGS = {"help", "config", "cpus-per-task", "requeue", "signal"}  # of the parsers themselves, and of Slurm
 
 
@@ -60,6 +63,8 @@ def test_the_design_names_every_module_where_it_is():
         heading = re.match(r"\s*(\w+)/\s", line)
         folder = heading[1] if heading else folder
         named.setdefault(folder, set()).update(re.findall(r"(?<![\w/.])(\w+\.py)\b", line))
-    for folder in ("format", "precompute", "inspection", "sources", "target", "writers", "readers"):
-        there = {path.name for path in (ROOT / "dspark_store" / folder).glob("*.py")} - {"__init__.py"}
-        assert named[folder] == there, folder
+    inits = [*PACKAGE.rglob("__init__.py"), *(PACKAGE / "readers").rglob("__init__.py")]  # links are not followed
+    packages = {init.parent.relative_to(PACKAGE) for init in inits} | {Path("writers")}
+    for package in (package for package in packages if package.name not in UNLISTED):
+        there = {path.name for path in (PACKAGE / package).glob("*.py")} - {"__init__.py"}
+        assert named[package.name] == there, package

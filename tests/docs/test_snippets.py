@@ -1,7 +1,7 @@
 """Every block that can be pasted is run, or says visibly that it is not, and why.
 
-The target that a command names is replaced by a tiny one. Every shell block runs in a fresh directory with the chats,
-the YAML files of the pages and, for the pages of the commands, a store.
+The target that a command names is replaced by a tiny one, a training by one step. Every shell block runs in a fresh
+directory with the chats, the YAML files of the pages and, for the pages of the commands, a store.
 """
 
 import contextlib
@@ -16,15 +16,36 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from dspark_store.cli import main as dspark_store_command
+from dspark_store.evaluate import main as evaluate
 from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.precompute.config import parse_arguments
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.target.parallel import ParallelPlan
+from dspark_store.train import main as train
 from tests.docs.pages import PAGES, RUN_LANGUAGES, all_blocks, blocks, name_of
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, write_chats
 
 PRECOMPUTE = "dspark_store.precompute"
-MARKS = {"README.md": 1, "docs/index.md": 1, "docs/precompute.md": 4, "docs/sources.md": 1}
+SMALL_TRAINING = [
+    "--max-steps",
+    "1",
+    "--draft-layers",
+    "1",
+    "--num-anchors",
+    "2",
+    "--batch-size",
+    "1",
+    "--device",
+    "cpu",
+]
+MARKS = {
+    "README.md": 1,
+    "docs/chunk_sizes.md": 1,
+    "docs/commands/verify.md": 1,
+    "docs/index.md": 1,
+    "docs/precompute.md": 4,
+    "docs/sources.md": 1,
+}
 """How many blocks of each page are not run: each needs what a test does not have, such as eight GPUs, or a network."""
 RUN = [block for block in all_blocks("bash") if not block.reason]
 RANKED = [
@@ -50,6 +71,7 @@ def stage(tmp_path_factory):
     directory = tmp_path_factory.mktemp("stage")
     save_target_dir(directory / "target", tiny_qwen3(max_position_embeddings=4096))
     write_chats(directory / "chats.jsonl", 20)
+    (directory / "prompts.txt").write_text("What is a tide?\nName a colour.\n", encoding="utf-8")
     for block in all_blocks("yaml"):
         name = block.text.splitlines()[0].removeprefix("# ")
         (directory / name).write_text(block.text, encoding="utf-8")
@@ -66,7 +88,13 @@ def run(words):
     """Run a command in this process; return its exit code."""
     if words[:3] == ["python", "-m", PRECOMPUTE]:
         return precompute([*words[3:], "--target-model", "target", "--device", "cpu"])
+    if words[:3] == ["python", "-m", "dspark_store.train"]:
+        return train([*words[3:], *SMALL_TRAINING])
+    if words[:3] == ["python", "-m", "dspark_store.evaluate"]:
+        return evaluate([*with_tiny_target(words[3:]), "--samples", "1", "--max-new-tokens", "4"])
     assert words[0] == "dspark-store", f"{words} can be neither run here nor left unmarked"
+    if words[1] == "estimate" and "--target-model" not in words and "--store" not in words:  # from its YAML
+        words = [*words, "--target-model", "target"]
     try:
         return dspark_store_command(with_tiny_target(words[1:]))
     except SystemExit as end:  # of --help
