@@ -1,7 +1,7 @@
 """What a draft learns from a store: validation tau of trained drafts beside an untrained one and a bigram.
 
-``python -m benchmarks.drafts STORE --seeds 1 2 3 -- --mask-token-id 16 --max-steps 300`` trains a draft for each seed, with
-the flags of `dspark_store.train` behind ``--``, and judges all three on the same validation samples and anchors.
+``python -m benchmarks.drafts STORE --seeds 1 2 3 -- --mask-token-id 16 --max-steps 300`` trains a draft for each seed
+with the flags of `dspark_store.train` behind ``--``, and judges all three on the same validation samples and anchors.
 """
 
 from __future__ import annotations
