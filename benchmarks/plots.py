@@ -118,7 +118,7 @@ def size_against_speed(
     for axes in grid[:, 0]:
         axes.set_ylabel("read rate, MB of valid states a second")
     handles, labels = grid.flat[len(cases) - 1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // 2), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // 3), frameon=False, fontsize=9)
     path = out / "chunk_sizes_pareto.png"
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)

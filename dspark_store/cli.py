@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
+from dspark_store.format.damage import DamagedStoreError
 from dspark_store.precompute.arguments import OneLineParser
 
-USER_ERROR = 2
+DAMAGED, USER_ERROR, UNEXPECTED = 1, 2, 3
 INTERRUPTED = 130
 
 
@@ -56,7 +57,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0 good, 1 a store that is not as it should be, 2 a mistake, in one line."""
+    """Run a command; return its exit code: 0 good, 1 a store that is not as it should be, 2 a mistake, 3 a surprise.
+
+    Each is told in one line.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["precompute"]:
         from dspark_store.precompute.__main__ import main as precompute
@@ -71,9 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         sys.stderr.close()
         return 0
+    except DamagedStoreError as error:
+        return _tell(error, DAMAGED)
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
+        return _tell(error, USER_ERROR)
+    except Exception as error:  # noqa: BLE001 # whatever it is, nobody is to take it for a verdict about a store
+        return _tell(f"{type(error).__name__}: {error}", UNEXPECTED)
+
+
+def _tell(error: object, exit_code: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return exit_code
 
 
 def _parser(words: Sequence[str]) -> OneLineParser:

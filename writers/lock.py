@@ -67,6 +67,7 @@ class StoreLock:
     heartbeat is older than 120 s by the file system's own clock (another host) is taken over; a live one is refused
     with BlockingIOError naming its holder, unless ``take_over`` says to take that too. ``on_lost`` is told once, on the
     thread of the heartbeat, when another job has done so. A take-over sleeps with ``pause``, which may raise to stop.
+    ``remedy`` is what a refusal says to do.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class StoreLock:
         take_over: bool = False,
         on_lost: Callable[[str], None] | None = None,
         pause: Callable[[float], object] = time.sleep,
+        remedy: str = "wait for it, end it, or take over with --take-over",
     ) -> None:
         self._storage = storage
         self._path = storage.path(LOCK_KEY)
         self._take_over = take_over
         self._on_lost = on_lost
         self._pause = pause
+        self._remedy = remedy
         self._stop = threading.Event()
         self._beat = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
         self._former: ProcessName | None = None
@@ -148,7 +151,7 @@ class StoreLock:
         if self._former is not None and not self._take_over:
             raise BlockingIOError(
                 f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host} "
-                f"(last sign of life {age:.0f} s ago); wait for it, end it, or take over with --take-over"
+                f"(last sign of life {age:.0f} s ago); {self._remedy}"
             )
         self._remove(found)
 

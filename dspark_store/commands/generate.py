@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from itertools import batched
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
+from dspark_store.inspection.recomputing import device_called
 from dspark_store.precompute.progress import Progress
 from dspark_store.target.answers import Answer, Answerer, Message, Sampling
 from dspark_store.target.load import COMPUTE_DTYPES, load_target, load_tokenizer, resolve_compute_dtype
@@ -45,9 +45,12 @@ def run(given: argparse.Namespace) -> int:
     origin = {"model": given.target_model, "batch_size": given.batch_size, **_fields(sampling)}
     conversations = read_prompts(Path(given.prompts))
     output = Path(given.output)
-    done = keep_whole_batches(output, conversations, given.batch_size, origin)
+    done, size = whole_batches(output, conversations, given.batch_size, origin)
     if done < len(conversations):
         answerer = _load(given, sampling)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.exists():
+            os.truncate(output, size)
         with output.open("a", encoding="utf-8") as file, Progress("generate", len(conversations), "chats", done) as bar:
             tokens = 0
             for batch, members in enumerate(batched(conversations[done:], given.batch_size), done // given.batch_size):
@@ -61,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
 
 def read_prompts(path: Path) -> list[list[Message]]:
     """Return the conversations to be answered. ValueError, naming file and line, for one that no answer can follow."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold what else ends a line
     conversations: list[list[Message]]
     if path.suffix not in (".jsonl", ".ndjson"):
         conversations = [[{"role": "user", "content": line.strip()}] for line in lines if line.strip()]
@@ -77,32 +80,46 @@ def _messages(place: str, line: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        return [{"role": str(row["role"]), "content": str(row["content"])} for row in messages[: users[-1] + 1]]
+        asked = [{"role": row["role"], "content": row["content"]} for row in messages[: users[-1] + 1]]
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f'{place} is no row of {{"messages": [...]}} with a message of the role user') from error
+    for message in asked:
+        if not isinstance(message["content"], str) or not isinstance(message["role"], str):
+            raise ValueError(f"{place} has a message whose content is no text: {message['content']!r}")
+    return asked
 
 
-def keep_whole_batches(output: Path, conversations: Sequence[Sequence[Message]], batch_size: int, origin: Row) -> int:
-    """Cut a file of an earlier run behind its last whole batch; return how many rows are left.
+def whole_batches(
+    output: Path, conversations: Sequence[Sequence[Message]], batch_size: int, origin: Row
+) -> tuple[int, int]:
+    """Return how many rows of a file that an earlier run wrote can stay, which are whole batches, and their bytes.
 
-    ValueError when a row answers another prompt, or was made with other settings.
+    ValueError when the file is no such one: a row answers another prompt, or was made with other settings.
     """
     if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        return 0
-    kept, size = 0, 0
-    rows = output.read_bytes().split(b"\n")[:-1]  # what stands behind the last newline is half a row
-    whole = len(rows) if len(rows) >= len(conversations) else len(rows) // batch_size * batch_size
-    for number, line in enumerate(rows[:whole]):
+        return 0, 0
+    data = output.read_bytes()
+    *rows, half = data.split(b"\n")  # what stands behind the last newline is half a row
+    if not rows and not half.startswith(b'{"messages"'[: len(half)]):
+        raise ValueError(f"{output} holds no chats: give another --output")
+    for number, line in enumerate(rows, 1):
+        _check_row(
+            f"{output}:{number}", line, conversations[number - 1] if number <= len(conversations) else None, origin
+        )
+    whole = len(rows) if len(rows) == len(conversations) else len(rows) // batch_size * batch_size
+    return whole, sum(len(line) + 1 for line in rows[:whole])
+
+
+def _check_row(place: str, line: bytes, conversation: Sequence[Message] | None, origin: Row) -> None:
+    try:
         row = json.loads(line)
-        if number >= len(conversations) or row["messages"][:-1] != list(conversations[number]):
-            raise ValueError(f"{output}:{number + 1} does not answer prompt {number + 1}: give another --output")
-        if row["generated"] != origin:
-            raise ValueError(f"{output}:{number + 1} was made with {row['generated']}, not {origin}: another --output")
-        kept, size = kept + 1, size + len(line) + 1
-    with output.open("rb+") as file:
-        file.truncate(size)
-    return kept
+        asked, generated = row["messages"][:-1], row["generated"]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{place} was not written by generate: give another --output") from error
+    if conversation is None or asked != list(conversation):
+        raise ValueError(f"{place} does not answer the prompt of its place: give another --output")
+    if generated != origin:
+        raise ValueError(f"{place} was made with {generated}, not {origin}: give another --output")
 
 
 def _fields(sampling: Sampling) -> Row:
@@ -110,7 +127,7 @@ def _fields(sampling: Sampling) -> Row:
 
 
 def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
-    device = torch.device(given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = device_called(None if given.device == "auto" else given.device)
     source = TargetSource(given.target_model, given.trust_remote_code)
     tokenizer = load_tokenizer(source)
     model = load_target(source, dtype=resolve_compute_dtype(given.compute_dtype, device), device=device)

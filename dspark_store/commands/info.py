@@ -88,7 +88,7 @@ def _progress(summary: Summary) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "shards", f"{shards.states:,} of {shards.total:,} have states, up to {shards.size:,} samples each"
-        yield "missing", _runs(summary.shards.missing)
+        yield "missing", _runs(summary.shards.missing, copied=summary.copied)
     if to_come is not None and summary.phase != "tokens":
         tokens = summary.samples.tokens or 0
         least, most = size_text(to_come.least_bytes), size_text(to_come.most_bytes)
@@ -97,9 +97,10 @@ def _progress(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "done", f"{share:.1%} of the tokens; {size} to come, {size_text(to_come.free_bytes)} free on the disk"
 
 
-def _runs(runs: Sequence[ShardRun]) -> str:
+def _runs(runs: Sequence[ShardRun], *, copied: bool) -> str:
     if not runs:
-        return "no shard; run the precompute again with --resume to declare the store complete"
+        again = "the same rechunk again" if copied else "the precompute again with --resume"
+        return f"no shard; run {again} to declare the store complete"
     count = sum(run.last - run.first + 1 for run in runs)
     named = [f"{run.first}" if run.first == run.last else f"{run.first}-{run.last}" for run in runs[:_RUNS_SHOWN]]
     more = f" and {len(runs) - _RUNS_SHOWN:,} more runs" if len(runs) > _RUNS_SHOWN else ""

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from dspark_store.format.codecs import CODEC_PRESETS
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
 from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
 from dspark_store.precompute.progress import size_text
@@ -37,7 +37,9 @@ def run(given: argparse.Namespace) -> int:
     try:
         copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
     except DamagedStoreError as error:
-        print(f"error: {error}; what is committed in {given.destination} stays", file=sys.stderr)
+        mendable = given.destination in str(error) and "dspark-store repair" not in str(error)
+        advice = f"; {remedy(given.destination)}" if mendable else ""
+        print(f"error: {error}; what is committed in {given.destination} stays{advice}", file=sys.stderr)
         return DAMAGED
     if not copied:
         print(f"{given.destination} is complete; nothing to do")

@@ -16,6 +16,7 @@ from dspark_store.inspection.stats.statistics import DEFAULT_OUTLIER_FACTOR, Rul
 from dspark_store.inspection.stats.stats_page import render_page
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.inspection.stats.vocabulary import Decode
+from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.progress import Progress
 from dspark_store.readers.cache import Cache, open_cache
 
@@ -96,18 +97,11 @@ def _measure(cache: Cache, rules: Rules, given: argparse.Namespace) -> dict[str,
 
 def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
     """Return what turns ids into texts: the tokenizer that was chosen, or the target's where it is on this machine."""
-    target = cache.manifest.get("target_model")
-    if chosen is None and not (isinstance(target, str) and target and Path(target).expanduser().exists()):
-        return None
-    from dspark_store.target.load import load_tokenizer  # transformers takes seconds to import
-    from dspark_store.target.source import TargetSource
-
-    try:
-        tokenizer = load_tokenizer(TargetSource(chosen if chosen is not None else str(target)))
-    except (ValueError, ImportError) as error:
-        if chosen is not None:
-            raise
-        print(f"token ids are shown without their texts: {error}", file=sys.stderr)
+    found = find_tokenizer(cache.manifest, chosen)
+    if found.note:
+        print(found.note, file=sys.stderr)
+    tokenizer = found.tokenizer
+    if tokenizer is None:
         return None
 
     def decode(ids: Sequence[int]) -> list[str]:

@@ -9,7 +9,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dspark_store.format.problem import Problem
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.metadata import ROOT_KEY
+from dspark_store.format.problem import Part, Problem
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
 from dspark_store.precompute.progress import Progress, size_text
@@ -46,7 +48,12 @@ def run(given: argparse.Namespace) -> int:
     found = _verify(given, storage)
     fresh: list[Recomputed] = []
     if given.recompute is not None:
-        fresh, more = _recompute(given, storage, found)
+        try:
+            fresh, more = _recompute(given, storage, found)
+        except DamagedStoreError as error:
+            if not found.problems:
+                raise
+            more = [Problem(Part.ROOT, ROOT_KEY, None, (), f"nothing was recomputed: {error}")]
         in_order = sorted([*found.problems, *more], key=lambda problem: problem.order)
         found = replace(found, problems=tuple(in_order))
     if given.json:

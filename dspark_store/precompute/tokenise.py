@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
@@ -74,14 +73,14 @@ def _refuse_other_tokens(storage: Storage, record: StoreRecord, shard: int, rows
     if not storage.exists(state_ledger(storage, record.schema).key(shard)):
         return
     last = record.schema.state_objects[-1]
-    expected = Expected(record.store_id, last.place(shard), tokens=rows.digest)
-    try:
-        open_object(storage, last.key(shard), record.schema.states.slots, expected).reader.close()
-    except DamagedStoreError as error:
-        raise DamagedStoreError(
-            f"the tokens that shard {shard} is given now are not those of its states: {error}; go on with the versions "
-            "that made the store"
-        ) from error
+    expected = Expected(record.store_id, last.place(shard))
+    stored = open_object(storage, last.key(shard), record.schema.states.slots, expected)
+    stored.reader.close()
+    if stored.tail.label.tokens != rows.digest:
+        raise ValueError(
+            f"the tokens that shard {shard} is given now are not those of its states: another version of a package "
+            "tokenises otherwise; go on with the versions that made the store"
+        )
 
 
 def _rows(samples: Sequence[Sample]) -> TokenRows:

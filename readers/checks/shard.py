@@ -85,13 +85,12 @@ def check_shard(view: StoreView, shard: int) -> ShardVerdict:
     _check_cursor(token_row, findings)
     token_row.report(findings)
     nbytes = tokens.nbytes
-    if not growing:
-        objects = len(view.schema.state_objects)
-        complete = view.record.complete
-        state_row = read_ledger_row(view, STATE_LEDGER, objects, table[1], findings, needed=complete)
-        if complete or state_row.published:
-            nbytes += check_states(view, state_row, tokens, findings)
-            state_row.report(findings)
+    objects = len(view.schema.state_objects)
+    complete = view.record.complete
+    state_row = read_ledger_row(view, STATE_LEDGER, objects, table[1], findings, needed=complete)
+    if complete or state_row.published:
+        nbytes += check_states(view, state_row, tokens, findings)
+        state_row.report(findings)
     return ShardVerdict(tuple(dict.fromkeys(findings)), len(samples), nbytes)
 
 

@@ -112,10 +112,11 @@ def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: F
             try:
                 chain.decode(chunk, out, crc=int(stored.tail.crcs[row]))
             except DamagedStoreError as error:
-                messages[row] = f"slot {row}: {error}"
+                if row < count:
+                    messages[row] = f"slot {row}: {error}"
                 continue
             length = int((out != fill).sum())
-            if (out[length:] != fill).any():
+            if row < count and (out[length:] != fill).any():
                 messages[row] = f"slot {row}: the fill value stands between values"
             elif row < count:
                 values[row] = out[:length]

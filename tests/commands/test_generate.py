@@ -1,6 +1,7 @@
 """``dspark-store generate``: chats in a target's own words."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_a_file_that_answers_other_prompts_is_left_alone(prompts, target, tmp_pa
     before = output.read_bytes()
     prompts.write_text("Another question.\nAnd one more.\n")
     assert generate(prompts, target, output) == 2
-    assert "does not answer prompt 1" in capsys.readouterr().err
+    assert "chats.jsonl:1 does not answer" in capsys.readouterr().err
     assert output.read_bytes() == before
 
 
@@ -128,3 +129,41 @@ def test_a_row_that_nothing_can_follow_is_named(target, tmp_path, capsys, line):
     (tmp_path / "chats.jsonl").write_text(line + "\n")
     assert generate(tmp_path / "chats.jsonl", target, tmp_path / "new.jsonl") == 2
     assert "chats.jsonl:1 is no row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "my notes", "one\ntwo\nthree\n", '{"messages": []}\n', "[1]\n"])
+def test_a_file_that_generate_did_not_write_is_left_alone(prompts, target, tmp_path, capsys, text):
+    output = tmp_path / "notes.txt"
+    output.write_text(text)
+    assert generate(prompts, target, output, "--batch-size", "16") == 2
+    assert "give another --output" in capsys.readouterr().err
+    assert output.read_text() == text
+
+
+def test_a_target_that_is_not_there_leaves_a_begun_file_as_it_is(prompts, target, tmp_path):
+    output = tmp_path / "chats.jsonl"
+    generate(prompts, target, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:3]))
+    origin = json.loads(lines[0])["generated"]["model"]
+    shutil.move(target, tmp_path / "elsewhere")
+    try:
+        assert generate(prompts, origin, output) == 2
+        assert output.read_bytes() == b"".join(lines[:3])
+    finally:
+        shutil.move(tmp_path / "elsewhere", target)
+
+
+def test_a_line_separator_inside_a_message_ends_no_row(target, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert generate(tmp_path / "chats.jsonl", target, tmp_path / "new.jsonl") == 0
+    (line,) = (tmp_path / "new.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    assert json.loads(line)["messages"][0] == chat["messages"][0]
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hello"}], 7])
+def test_content_that_is_no_text_is_refused(target, tmp_path, capsys, content):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")
+    assert generate(tmp_path / "chats.jsonl", target, tmp_path / "new.jsonl") == 2
+    assert "content is no text" in capsys.readouterr().err

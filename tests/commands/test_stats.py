@@ -105,5 +105,5 @@ def test_the_targets_tokenizer_is_found_by_itself(tmp_path, capsys):
     assert figures["vocabulary"]["size"] == 288
     (target / "tokenizer.json").write_text("{")
     assert main(["stats", str(store)]) == 0
-    assert "token ids are shown without their texts" in capsys.readouterr().err
+    assert "tokens are shown as ids" in capsys.readouterr().err
     assert main(["stats", str(store), "--tokenizer", str(target)]) == 2

@@ -160,3 +160,20 @@ def test_a_device_that_is_not_there_is_refused(captured, capsys):
     options = ["--recompute", "1", "--target-model", str(target), "--device", "abacus"]
     assert main(["verify", str(store), *options]) == 2
     assert "device 'abacus' is unknown" in capsys.readouterr().err
+
+
+def test_states_are_checked_while_tokens_of_a_repaired_store_are_still_to_be_made(tmp_path, capsys):
+    store = build_store(tmp_path / "store").path
+    flip(store / "input_ids" / "c.1.0", 20)
+    assert main(["repair", str(store)]) == 0
+    assert main(["verify", str(store)]) == 0
+    flip(store / "target_hidden_states" / "c.0.0.1", 30)
+    assert main(["verify", str(store)]) == 1
+    assert "target_hidden_states/c.0.0.1" in capsys.readouterr().out
+
+
+def test_what_was_found_is_listed_also_when_nothing_can_be_recomputed(tmp_path, capsys):
+    store = build_store(tmp_path / "store").path
+    flip(store / "index" / "length" / "zarr.json", 30)
+    assert main(["verify", str(store), "--recompute", "1", "--target-model", str(tmp_path)]) == 1
+    assert "index/length/zarr.json" in capsys.readouterr().out

@@ -128,6 +128,8 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
             measure_store(cache, schema.layer_ids, encoder)
         basis = f"{len(corpus.rows):,} rows of the store, taken at random and encoded anew"
     given = choice.tokens_per_second
+    if given is not None and given <= 0:
+        raise ValueError(f"tokens-per-second must be > 0, got {given}")
     duration = estimate_duration(
         corpus,
         schema.shard_size,

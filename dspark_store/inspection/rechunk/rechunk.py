@@ -20,6 +20,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk.copy_plan import CopySettings, begun_copy, copy_record
 from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
 from dspark_store.inspection.rechunk.copy_size import CopySize, is_tied, refuse_small_disk
+from dspark_store.inspection.repair.uncommit import in_phase_states
 from dspark_store.inspection.shardwise import map_shards
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.undo import new_folders_undone, new_store_undone, retract_broken
@@ -140,7 +141,12 @@ def _fill(source: Cache, task: CopyTask, workers: Workers) -> bool:
     _copy_states(source, replace(task, record=record, threads=workers.encoders(len(shards))), shards, workers)
     task.check()
     sweep_uncommitted(destination, record)  # what lost workers have left
-    _check_complete(source, destination, complete_store(destination, record))
+    whole = complete_store(destination, record)
+    try:
+        _check_complete(source, destination, whole)
+    except BaseException:
+        write_metadata(destination, replace(in_phase_states(whole), declared_complete=False))
+        raise
     return True
 
 

@@ -102,14 +102,14 @@ def _evidence(ledger: Ledger, shard: int, tails: Sequence[ObjectTail | None]) ->
         return Evidence(ledger.row(shard), True, known)
     except FileNotFoundError:
         return Evidence(None, False, known)
-    except DamagedStoreError:
+    except (DamagedStoreError, OSError):
         return Evidence(None, True, known)
 
 
 def _tail(storage: Storage, record: StoreRecord, key: str, place: Place, slots: int) -> ObjectTail | None:
     try:
         stored = open_object(storage, key, slots, Expected(record.store_id, place))
-    except DamagedStoreError:
+    except (DamagedStoreError, OSError):
         return None
     stored.reader.close()
     return stored.tail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -176,9 +176,10 @@ class Overlay(LocalStorage):
             self.delete(key)
         return len(leftovers)
 
-    def apply(self, storage: LocalStorage) -> None:
-        """Make the changes in the order in which they were asked for."""
+    def apply(self, storage: LocalStorage, check: Callable[[], None] = lambda: None) -> None:
+        """Make the changes in the order in which they were asked for; ``check`` is called before each."""
         for change in self.changes:
+            check()
             match change:
                 case Put(key, data):
                     storage.put(key, data)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
@@ -22,7 +23,9 @@ from dspark_store.readers.checks.listing import check_strays
 from dspark_store.readers.checks.shard import ShardCheck, open_view
 from dspark_store.readers.checks.view import StoreView
 from dspark_store.writers.ledgers import state_ledger
-from dspark_store.writers.lock import StoreLock, check_lock
+from dspark_store.writers.lock import LostLockError, StoreLock, check_lock, read_holder
+
+_WAIT = "wait for it, or end it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,9 @@ class RepairPlan:
 
     def samples_of(self, shard: int) -> str:
         """Return the samples of a shard as text."""
-        samples = self.grid.rows(shard)
+        size = self.grid.shard_size
+        known = shard < self.grid.num_shards  # in a store whose tokens are not settled, no shard is
+        samples = self.grid.rows(shard) if known else range(shard * size, (shard + 1) * size)
         return f"{samples.start}-{samples.stop - 1}"
 
     @property
@@ -58,9 +63,12 @@ class RepairPlan:
         """Whether there is nothing to repair."""
         return not self.changes.changes
 
-    def apply(self, storage: LocalStorage) -> None:
-        """Do it. An interrupted repair is gone on with by planning and doing another one. Needs the store's lock."""
-        self.changes.apply(storage)
+    def apply(self, storage: LocalStorage, check: Callable[[], None] = lambda: None) -> None:
+        """Do it. An interrupted repair is gone on with by planning and doing another one. Needs the store's lock.
+
+        ``check`` is called before every change, and raises when the lock is another's.
+        """
+        self.changes.apply(storage, check)
 
 
 def _refuse_no_store(storage: LocalStorage) -> None:
@@ -75,11 +83,17 @@ def repair(root: str, workers: Workers, *, dry_run: bool = False) -> RepairPlan:
     """
     storage = LocalStorage(root)
     _refuse_no_store(storage)
-    with StoreLock(storage) as lock:
-        plan = plan_repair(root, workers)
-        if not dry_run:
-            check_lock(storage, lock.holder)
-            plan.apply(storage)
+    if dry_run:
+        writer = read_holder(storage)
+        if writer is not None and not writer.stale:
+            raise BlockingIOError(f"{root} is being written by process {writer.pid} on {writer.host}; {_WAIT}")
+        return plan_repair(root, workers)
+    try:
+        with StoreLock(storage, remedy=_WAIT) as lock:
+            plan = plan_repair(root, workers)
+            plan.apply(storage, partial(check_lock, storage, lock.holder))
+    except LostLockError as error:
+        raise BlockingIOError(str(error)) from error
     return plan
 
 
@@ -96,6 +110,7 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
     mending.restored += mend_metadata(storage, found)
     if mending.record.phase == "tokens":
         mend_token_phase(mending)
+        mend_weights(mending)
     else:
         _mend_settled(mending)
     if mending.spoiled:

@@ -12,7 +12,7 @@ from typing import cast
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.digests import array_checksum
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
+from dspark_store.format.manifest import ATTRIBUTE, FORMAT_VERSION, StoreRecord, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, record_nodes
 from dspark_store.format.schema import COLUMNS, IDS, MASK, ArraySpec, group_document, metadata_bytes
 from dspark_store.format.shard import read_tail
@@ -64,12 +64,20 @@ def find_root(storage: Storage) -> SealedRoot:
     sealed = [found for key in (ROOT_KEY, COPY_KEY) if (found := read_sealed(storage, key)) is not None]
     owners = [found for found in sealed if _owns(storage, found.record)]
     if not owners:
+        _refuse_another_version(storage)
         what = "is of another store than the objects" if sealed else "is damaged"
         raise BeyondRepairError(
             f"{ROOT_KEY} of {storage} {what}, and no good copy {COPY_KEY} is left (older stores have none): "
             "nothing else holds the manifest; put the file back from a backup, or precompute into a new --output-dir"
         )
     return min(owners, key=lambda found: _contradictions(storage, found.record))
+
+
+def _refuse_another_version(storage: Storage) -> None:
+    """Refuse a store of another format version, of which root and copy agree, in the words of the readers."""
+    found = [attributes for key in (ROOT_KEY, COPY_KEY) if (attributes := _attributes(storage, key)) is not None]
+    if found and FORMAT_VERSION not in [attributes.get("format_version") for attributes in found]:
+        parse_record(found[0], str(storage))
 
 
 def mend_metadata(storage: Storage, root: SealedRoot) -> list[str]:
@@ -93,10 +101,8 @@ def mend_metadata(storage: Storage, root: SealedRoot) -> list[str]:
 
 def read_sealed(storage: Storage, key: str) -> SealedRoot | None:
     """Read a root or its copy; None when it is no such text, or its seal holds with no ``zarr.json`` that fits it."""
-    document = _document(storage, key)
-    attributes = document.get("attributes") if document else None
-    attributes = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
-    if not isinstance(attributes, dict):
+    attributes = _attributes(storage, key)
+    if attributes is None:
         return None
     try:
         record = parse_record(attributes, str(storage))
@@ -130,7 +136,7 @@ def _owns(storage: Storage, record: StoreRecord) -> bool:
             looked += 1
             with suppress(DamagedStoreError, OSError), closing(storage.open(f"{column}/{name}")) as reader:
                 own.append(read_tail(reader, grid.slots).label.store_id == record.store_id)
-    return 2 * sum(own) > len(own) or looked == 0
+    return not own or 2 * sum(own) > len(own)
 
 
 def _contradictions(storage: Storage, record: StoreRecord) -> int:
@@ -144,15 +150,22 @@ def _contradictions(storage: Storage, record: StoreRecord) -> int:
 def _checksum(storage: Storage, path: str, specs: Mapping[str, ArraySpec]) -> str | None:
     try:
         return array_checksum(storage, path, specs[path])
-    except (DamagedStoreError, KeyError):
+    except (DamagedStoreError, KeyError, OSError):
         return None
 
 
 def _read(storage: Storage, key: str) -> bytes | None:
     try:
         return storage.read(key)
-    except FileNotFoundError:
+    except OSError:
         return None
+
+
+def _attributes(storage: Storage, key: str) -> dict[str, JsonValue] | None:
+    document = _document(storage, key)
+    attributes = document.get("attributes") if document else None
+    attributes = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def _document(storage: Storage, key: str) -> dict[str, JsonValue] | None:

@@ -41,13 +41,14 @@ def _mend_tied(mending: Mending, bad: set[str]) -> bool:
 def _checksum(mending: Mending, keys: Sequence[str]) -> str | None:
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for key in keys:
-        if not mending.storage.exists(key):
+        try:
+            state.update(mending.storage.read(key))
+        except OSError:
             return None
-        state.update(mending.storage.read(key))
     return state.hexdigest()
 
 
 def _link(mending: Mending, good: str, key: str) -> None:
-    if not mending.storage.exists(key) or mending.storage.read(key) != mending.storage.read(good):
+    if _checksum(mending, [key]) != _checksum(mending, [good]):
         mending.storage.link(good, key)
         mending.restored.append(key)

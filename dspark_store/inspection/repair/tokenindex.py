@@ -55,7 +55,7 @@ def _read_sources(storage: Storage, record: StoreRecord, shard: int, rows: Token
         return np.empty(0, np.uint16)
     try:
         return read_shard_sources(storage, record, shard, rows)
-    except ValueError:
+    except (ValueError, OSError):
         return None
 
 
@@ -85,7 +85,7 @@ def _mend_sources(mending: Mending, found: Sequence[ReadTokens]) -> list[ReadTok
     try:
         data = mending.storage.read(key)
         numbers = unpack_array(data, spec.data_type, spec.shape, key)
-    except (FileNotFoundError, DamagedStoreError):
+    except (OSError, DamagedStoreError):
         data, numbers = b"", np.empty(0, np.uint16)
     known = checksum_holds(mending, INDEX_SOURCE, data) and bool((numbers < len(mending.schema.sources)).all())
     mended = list(found)

@@ -34,6 +34,8 @@ def uncommit(mending: Mending) -> None:
     record = without_weights(mending.record) if mending.weights else mending.record
     if record.phase != "tokens":
         mending.write_record(in_phase_states(record))
+    elif mending.weights:
+        mending.write_record(record)
     states = state_ledger(mending.storage, mending.schema)
     for shard in sorted(mending.states):
         states.retract(shard)

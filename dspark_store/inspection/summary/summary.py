@@ -104,6 +104,7 @@ class Summary:
     store_id: str
     phase: Phase
     complete: bool
+    copied: bool
     damage: tuple[str, ...]
     notes: tuple[str, ...]
     writer: LockHolder | None
@@ -153,6 +154,7 @@ def summarise(storage: LocalStorage) -> Summary:
         store_id=record.store_id,
         phase=record.phase,
         complete=record.complete,
+        copied=record.copied_from is not None,
         notes=(*notes, *_notes(record, nodes)),
         writer=writer,
         shards=_shards(record, tokens, states),
