@@ -80,7 +80,7 @@ def _messages(place: str, line: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        asked = [{"role": row["role"], "content": row["content"]} for row in messages[: users[-1] + 1]]
+        asked: list[Message] = [{"role": row["role"], "content": row["content"]} for row in messages[: users[-1] + 1]]
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f'{place} is no row of {{"messages": [...]}} with a message of the role user') from error
     for message in asked:

@@ -11,6 +11,7 @@ import dspark_store
 from dspark_store.cli import COMMANDS
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.settings import settings
+from dspark_store.training.settings import settings as training_settings
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
 
 PACKAGE = ROOT / "dspark_store"
@@ -32,8 +33,9 @@ def command_flags():
 def test_every_flag_is_one_of_a_command(page):
     text = re.sub(r"^#SBATCH.*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     known = {name.replace("_", "-") for name in settings()} | OTHER_FLAGS | command_flags()
+    known |= {name.replace("_", "-") for name in training_settings()}
     known |= {option[2:].replace("_", "-") for action in get_args_parser()._actions for option in action.option_strings}
-    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+    for module in re.findall(r"python -m (benchmarks\.\w+|dspark_store\.evaluate)", text):
         source = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
         known |= set(re.findall(r'"--([a-z-]+)"', source))
     assert set(re.findall(r"(?<![\w`-])`?--([a-z][a-z-]*[a-z])", text)) - known == set()
