@@ -58,7 +58,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    """Flex attention has no backward worth its name unless it is compiled."""
+    """Flex attention has no backward worth its name unless it is compiled; once, for batches of all lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return cast("Callable[..., Tensor]", torch.compile(flex_attention))
+    return cast("Callable[..., Tensor]", torch.compile(flex_attention, dynamic=True))

@@ -70,7 +70,7 @@ class Backbone(nn.Module):
 
         ``positions`` (B, S + N * K) are those of the context, then those of the slots.
         """
-        rotation = rotary_angles(positions, self.settings.head_dim, self.settings.rope_theta, slots.dtype)
+        rotation = rotary_angles(positions, self.settings.head_dim, self.settings.rope_theta)
         for layer in self.layers:
             slots = layer(slots, context, rotation, mask)
         return cast(Tensor, self.norm(slots))

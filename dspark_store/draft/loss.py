@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_store.draft.blocks import Blocks
-from dspark_store.draft.distance import l1_distance
+from dspark_store.draft.distance import cross_entropy, l1_distance
 from dspark_store.draft.model import DraftOutput
 
 _EPSILON = 1e-6
@@ -78,7 +78,7 @@ def slot_weights(supervised: Tensor, gamma: float | None) -> Tensor:
 def loss_sums(output: DraftOutput, teacher: Tensor, blocks: Blocks, gamma: float | None = None) -> LossSums:
     """Return the terms of a micro-batch, given the teacher's logits (B, N, K, V)."""
     weights = slot_weights(blocks.supervised, gamma)
-    crossed = F.cross_entropy(output.logits.float().flatten(0, -2), blocks.labels.flatten(), reduction="none")
+    crossed = cross_entropy(output.logits, blocks.labels)
     distances = l1_distance(output.logits, teacher)
     accept = (1 - distances.detach() / 2).clamp(0, 1)
     confidence: Tensor | None = None
@@ -86,7 +86,7 @@ def loss_sums(output: DraftOutput, teacher: Tensor, blocks: Blocks, gamma: float
         errors = F.binary_cross_entropy_with_logits(output.confidence.float(), accept, reduction="none")
         confidence = (weights * errors).sum()
     return LossSums(
-        cross_entropy=(weights * crossed.view_as(weights)).sum(),
+        cross_entropy=(weights * crossed).sum(),
         distance=(weights * distances).sum(),
         confidence=confidence,
         weight=weights.sum(),

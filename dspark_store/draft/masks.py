@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from dspark_store.draft.anchors import Anchors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+DENSE_SLOTS = 128
+"""Up to so many slots a row, those of one of flex attention's blocks, a dense mask is small and nothing is compiled."""
 
 
 def dense_mask(anchors: Anchors, block_size: int, context: int, documents: Tensor | None = None) -> Tensor:
@@ -31,10 +36,11 @@ def dense_mask(anchors: Anchors, block_size: int, context: int, documents: Tenso
 
 
 def flex_mask(anchors: Anchors, block_size: int, context: int, documents: Tensor | None = None) -> BlockMask:
-    """Return the mask of `dense_mask` for flex attention, which never makes it whole."""
+    """Return the mask of `dense_mask` for flex attention, which never makes it whole; nor does this on CUDA."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, blocks = anchors.positions.shape
+    device = anchors.positions.device
     document_of = None if documents is None else torch.gather(documents, 1, anchors.positions)
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -46,4 +52,13 @@ def flex_mask(anchors: Anchors, block_size: int, context: int, documents: Tensor
         return before | ((key >= context) & ((key - context) // block_size == block))
 
     slots = blocks * block_size
-    return create_block_mask(sees, rows, None, slots, context + slots, device=anchors.positions.device.type)
+    create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
+    return create(sees, rows, None, slots, context + slots, device=device)
+
+
+@cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    """Uncompiled it makes the mask whole first, a byte for each slot and position; once, for batches of all lengths."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return cast("Callable[..., BlockMask]", torch.compile(create_block_mask, dynamic=True))

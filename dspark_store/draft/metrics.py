@@ -31,6 +31,8 @@ class DraftCounts:
     weight: Tensor
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
+        if self.slots.shape != other.slots.shape:
+            raise ValueError(f"counts of blocks of {len(self.slots)} and of {len(other.slots)} slots do not add up")
         return DraftCounts.of_vector(self.vector() + other.vector())
 
     def vector(self) -> Tensor:
@@ -40,7 +42,9 @@ class DraftCounts:
 
     @classmethod
     def of_vector(cls, vector: Tensor) -> DraftCounts:
-        """Return the sums that `vector` made one vector of."""
+        """Return the sums that `vector` made one vector of; ValueError for a length that it does not make."""
+        if vector.numel() < 8 or vector.numel() % 2:
+            raise ValueError(f"a vector of {vector.numel()} numbers holds no counts: expected 2 K + 6")
         slots = (vector.numel() - 6) // 2
         return cls(vector[:slots], vector[slots : 2 * slots], *vector[2 * slots :].unbind())
 

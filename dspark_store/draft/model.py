@@ -15,7 +15,7 @@ from dspark_store.draft.backbone import Backbone, Projection
 from dspark_store.draft.blocks import Blocks, Packing
 from dspark_store.draft.confidence import ConfidenceHead
 from dspark_store.draft.markov import markov_head
-from dspark_store.draft.masks import dense_mask, flex_mask
+from dspark_store.draft.masks import DENSE_SLOTS, dense_mask, flex_mask
 from dspark_store.draft.settings import DraftSettings
 
 _INITIAL_STD = 0.02
@@ -33,12 +33,12 @@ class Draft(nn.Module):
     """Proposes a block of K tokens after each anchor from the target's states before it.
 
     ``embed`` and ``head`` (V, H), and ``bias`` (V,) where the target's head has one, are the target's and stay frozen;
-    they are no part of the checkpoint, which a store's own copy completes. Everything else is initialised from torch's
-    global generator. ValueError when the tables do not fit the settings.
+    they are no part of the checkpoint, which a store's own copy completes, and stay one tensor where they are given as
+    one. Everything else is initialised from torch's global generator. ValueError when the tables do not fit.
     """
 
     embed: Tensor
-    head: Tensor
+    untied_head: Tensor | None
     bias: Tensor | None
 
     def __init__(self, settings: DraftSettings, embed: Tensor, head: Tensor, bias: Tensor | None = None) -> None:
@@ -57,8 +57,14 @@ class Draft(nn.Module):
         self.markov = markov_head(settings)
         self.confidence = ConfidenceHead(settings) if settings.confidence else None
         self.apply(_initialise)
-        for name, table_or_none in (("embed", embed), ("head", head), ("bias", bias)):
+        untied = None if head is embed else head
+        for name, table_or_none in (("embed", embed), ("untied_head", untied), ("bias", bias)):
             self.register_buffer(name, table_or_none, persistent=False)
+
+    @property
+    def head(self) -> Tensor:
+        """The target's head (V, H): its embedding where they are tied."""
+        return self.embed if self.untied_head is None else self.untied_head
 
     def trainable(self) -> Iterator[nn.Parameter]:
         """Yield what is trained: all but the target's tables, which are no parameters."""
@@ -67,7 +73,7 @@ class Draft(nn.Module):
     def forward(self, states: Tensor, blocks: Blocks, packing: Packing | None = None) -> DraftOutput:
         """Return the slots' logits for the states (B, S, L * H) of the captured layers, in the draft's dtype.
 
-        Flex attention is used on CUDA, SDPA under a dense mask elsewhere.
+        Flex attention is used on CUDA, SDPA under a dense mask elsewhere and for few slots.
         """
         hidden = self.hidden(states, blocks, packing)
         logits = self.head_logits(hidden)
@@ -81,7 +87,8 @@ class Draft(nn.Module):
         """Return the hidden states (B, N, K, H) of the slots."""
         anchors, size, width = blocks.anchors, blocks.block_size, states.shape[1]
         documents = None if packing is None else packing.documents
-        build = flex_mask if states.is_cuda else dense_mask
+        many = blocks.labels[0].numel() > DENSE_SLOTS
+        build = flex_mask if states.is_cuda and many else dense_mask
         mask: Mask = build(anchors, size, width, documents)
         first = torch.where(anchors.kept, blocks.previous[:, :, 0], self.settings.mask_token_id)
         slots = torch.full_like(blocks.labels, self.settings.mask_token_id)

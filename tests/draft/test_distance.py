@@ -1,7 +1,8 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
-from dspark_store.draft.distance import l1_distance
+from dspark_store.draft.distance import cross_entropy, l1_distance
 from tests.draft.drafts import random_
 
 
@@ -43,3 +44,31 @@ def test_logits_in_bf16_are_compared_in_fp32():
     distance = l1_distance(draft, teacher)
     assert distance.dtype is torch.float32
     assert torch.equal(distance, l1_distance(draft.float(), teacher.float()))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 15, 128])
+def test_cross_entropy_by_pieces_is_that_of_all_tokens_at_once(chunk):
+    draft, _ = logits()
+    labels = torch.randint(11, (3, 5), generator=random_(2))
+    direct = F.cross_entropy(draft.flatten(0, -2), labels.flatten(), reduction="none").view(3, 5)
+    weights = torch.rand(3, 5, generator=random_(3))
+    (expected,) = torch.autograd.grad((weights * direct).sum(), draft)
+    crossed = cross_entropy(draft, labels, chunk)
+    (gradient,) = torch.autograd.grad((weights * crossed).sum(), draft)
+    assert torch.equal(crossed, direct)
+    assert torch.equal(gradient, expected)
+
+
+def test_what_is_made_of_a_whole_vocabulary_is_not_kept_for_the_backward_pass():
+    """Of 64 tokens in pieces of 8, nothing of the logits' shape is saved but the logits."""
+    draft = torch.randn(64, 100, generator=random_()).requires_grad_()
+    teacher, labels = torch.randn(64, 100, generator=random_(1)), torch.zeros(64, dtype=torch.long)
+    saved = []
+
+    def noted(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        (cross_entropy(draft, labels, 8) + l1_distance(draft, teacher, 8)).sum()
+    assert max(saved, default=0) <= 8 * 100

@@ -154,3 +154,38 @@ def test_tables_of_another_shape_are_refused():
         Draft(SETTINGS, table, table[:, 1:])
     with pytest.raises(ValueError, match="head_bias is False"):
         Draft(SETTINGS, table, table, torch.zeros(VOCAB))
+
+
+def test_a_tied_head_stays_one_tensor_with_the_embedding():
+    table = torch.randn(VOCAB, WIDTH)
+    tied = Draft(SETTINGS, table, table).to(torch.bfloat16)
+    assert tied.head is tied.embed
+    assert tied.head.dtype is torch.bfloat16
+    untied = Draft(SETTINGS, table, table.clone()).to(torch.bfloat16)
+    assert untied.head.data_ptr() != untied.embed.data_ptr()
+
+
+def test_blocks_of_packed_documents_stand_at_positions_of_their_own_document():
+    packing = packed(5, 5)
+    draft, batch = tiny_draft(), tiny_batch(torch.ones(1, 10, dtype=torch.long), packing=packing)
+    anchors = Anchors(torch.tensor([[1, 6]]), torch.ones(1, 2, dtype=torch.bool))
+    blocks = blocks_at(anchors, batch.ids, batch.mask, 4, packing.doc_remaining)
+    seen = []
+    draft.backbone.register_forward_pre_hook(lambda _, given: seen.append(given[2]))
+    draft(batch.states, blocks, packing)
+    assert seen[0].tolist() == [[0, 1, 2, 3, 4] * 2 + [1, 2, 3, 4] * 2]
+
+
+@pytest.mark.parametrize("casts", [[torch.bfloat16], [torch.float16, torch.bfloat16]])
+def test_rotations_stay_exact_when_the_draft_is_cast(casts):
+    draft, batch = tiny_draft(), tiny_batch()
+    for dtype in casts:
+        draft = draft.to(dtype)
+    seen = []
+    draft.backbone.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[2]))
+    draft(batch.states.bfloat16(), batch.blocks)
+    cos, sin = seen[0]
+    frequencies = SETTINGS.rope_theta ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    assert cos.dtype is sin.dtype is torch.float32
+    turned = torch.atan2(sin[0, 0, 1, :4].double(), cos[0, 0, 1, :4].double())  # position 1: the frequencies
+    assert torch.allclose(turned, frequencies, rtol=1e-6)
