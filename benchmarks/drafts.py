@@ -22,9 +22,9 @@ from dspark_store.draft.keys import sample_keys
 from dspark_store.draft.loss import loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.draft.model import DraftOutput
-from dspark_store.format.schema import IDS, LAST
+from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.config import parse_arguments
-from dspark_store.training.loop import Training
+from dspark_store.training.loop import Training, found_checkpoint
 from dspark_store.training.ranks import joined_ranks
 
 ADDED = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -71,7 +71,7 @@ def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftR
     config = parse_arguments([*own, *flags])
     config.check()
     with joined_ranks(config.resolved_device) as ranks:
-        training = Training(config, ranks, None)
+        training = Training(config, ranks, found_checkpoint(config, ranks))
         untrained = training.validate()["tau"]
         added, bigram = best_bigram(training)
         training.run()
@@ -94,14 +94,12 @@ def _tau(training: Training, bigram: Bigram, added: float) -> float:
     if training.data.validation is None:
         raise ValueError("there are no validation samples")
     for batch in training.data.validation:
-        ids = batch[IDS]
+        ids, device = batch[IDS], batch[IDS].device
         keys = sample_keys(batch["sample"], ids.shape[1], seed=config.seed, epoch=0)
-        blocks = draw_blocks(
-            ids, batch["loss_mask"], keys, num_anchors=config.num_anchors, block_size=config.block_size
-        )
-        previous = blocks.previous.numpy()
+        blocks = draw_blocks(ids, batch[MASK], keys, num_anchors=config.num_anchors, block_size=config.block_size)
+        previous = blocks.previous.cpu().numpy()
         logits = torch.from_numpy(bigram.log_probabilities(previous.ravel(), added)).view(*previous.shape, -1)
-        output = DraftOutput(logits, None)
+        output = DraftOutput(logits.to(device), None)
         with torch.no_grad():
             teacher = draft.teacher_logits(batch[LAST].to(config.compute_dtype), blocks)
             found: DraftCounts = draft_counts(output, loss_sums(output, teacher, blocks), blocks)

@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
+from dspark_store.precompute.world import one_line
 from dspark_store.training.config import parse_arguments
 from dspark_store.training.loop import train
+from dspark_store.training.ranks import ToldError, leads
+from dspark_store.training.settings import TrainConfig
 
 UNEXPECTED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 done, 2 a mistake, told in one line, 1 a gradient that is not finite."""
+    """Run the command; return its exit code: 0 done, 2 a mistake, 1 a gradient that is not finite or another surprise.
+
+    Errors are told in one line, and once where several ranks have the same.
+    """
     try:
         config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         config.check()
-        quiet = os.environ.get("RANK", "0") != "0" and config.log_level == "INFO"
-        level = "WARNING" if quiet else config.log_level
-        logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
-        return train(config)
-    except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return UNEXPECTED
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if leads():  # all ranks were given the same
+            _tell(error)
         return USER_ERROR
+    quiet = config.log_level == "INFO" and not leads()
+    level = "WARNING" if quiet else config.log_level
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    return _run(config)
+
+
+def _run(config: TrainConfig) -> int:
+    try:
+        return train(config)
+    except ToldError as error:
+        return _code(error.__cause__)
+    except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints stay, and users get one line
+        _log.debug("traceback:", exc_info=True)
+        _tell(error)
+        return _code(error)
     except KeyboardInterrupt:
-        print("interrupted: go on from the last checkpoint with --resume", file=sys.stderr)
+        if leads():
+            print("interrupted: go on from the last checkpoint with --resume", file=sys.stderr)
         return INTERRUPTED
+
+
+def _tell(error: Exception) -> None:
+    foreseen = isinstance(error, FloatingPointError)
+    print(f"error: {' '.join(str(error).split()) if foreseen else one_line(error)}", file=sys.stderr)
+
+
+def _code(error: BaseException | None) -> int:
+    return USER_ERROR if isinstance(error, ValueError | OSError | ImportError) else UNEXPECTED
 
 
 if __name__ == "__main__":

@@ -33,9 +33,12 @@ def time_text(seconds: float) -> str:
 
 
 class Progress:
-    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then."""
+    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then.
 
-    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
+    ``hidden`` counts and shows nothing: for all but one of several ranks that would show the same.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0, *, hidden: bool = False) -> None:
         terminal = sys.stderr.isatty()
         self._noted = 0.0
         self._bar = tqdm(
@@ -47,6 +50,7 @@ class Progress:
             file=sys.stderr,
             mininterval=0.2 if terminal else 20.0,
             dynamic_ncols=terminal,
+            disable=hidden,
         )
 
     def advance(self, units: int, note: str = "") -> None:

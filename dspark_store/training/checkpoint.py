@@ -1,7 +1,7 @@
 """Checkpoints: the draft, the optimizer and the place in the data, from which a training goes on exactly.
 
 Nothing else is needed: anchors are a function of seed, epoch and sample, and no layer draws at random. A checkpoint is
-a folder that appears whole.
+a folder that appears whole, and is never touched again but to be removed.
 """
 
 from __future__ import annotations
@@ -12,33 +12,57 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings
+from dspark_store.readers.cache import Cache
 from dspark_store.training.learner import Learner
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)")
 DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What the states were made of: the digest of the target's weights, and one over the digests of all samples."""
+
+    target_weights: str | None
+    samples: str
+
+    @classmethod
+    def of(cls, cache: Cache) -> Origin:
+        """Return that of a store, or of the live target in its place."""
+        weights = cache.manifest.get("target_weights")
+        samples = blake2b(cache.index.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
+        return cls(None if weights is None else str(weights), samples)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a training stands, and what it is of: the settings it was given, the draft's shape and the layers."""
+    """Where a training stands, and what it is of: the settings it was given, the draft's shape, layers and states.
+
+    ``window`` holds, for each rank, what the steps since the last line of metrics came to, as `Judged.vector` has it;
+    it is empty when no step was taken since.
+    """
 
     step: int
     loader: Mapping[str, int | str]
     draft: DraftSettings
     layers: tuple[int, ...]
     config: Mapping[str, Any]
+    origin: Origin
+    window: tuple[tuple[float, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return this as what JSON holds."""
@@ -49,49 +73,77 @@ class Place:
             "draft": dataclasses.asdict(self.draft),
             "layers": list(self.layers),
             "config": dict(self.config),
+            "origin": dataclasses.asdict(self.origin),
+            "window": [list(part) for part in self.window],
         }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Place:
+        """Read it back; KeyError, TypeError or ValueError when it is not one."""
+        return cls(
+            state["step"],
+            state["loader"],
+            DraftSettings(**state["draft"]),
+            tuple(state["layers"]),
+            state["config"],
+            Origin(**state["origin"]),
+            tuple(tuple(part) for part in state["window"]),
+        )
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, the oldest first."""
-    found = [(int(match[1]), path) for path in directory.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    found = [(step, path) for path in directory.glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found)]
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step that a folder's name tells, None when it is no checkpoint's."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
 def save_checkpoint(directory: Path, learner: Learner, place: Place, keep: int) -> Path:
-    """Write a checkpoint, durable when this returns, and remove all but the ``keep`` newest; return its folder."""
-    name = f"step-{place.step:08d}"
-    temporary, final = directory / f".{name}.tmp", directory / name
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Write a checkpoint, durable when this returns, and remove all but the ``keep`` newest; return its folder.
+
+    One of the same step is left as it is: a run only ever has that of the step which it began at.
+    """
+    final = directory / f"step-{place.step:08d}"
+    _sweep(directory)
+    if final.exists():
+        return final
+    temporary = _hidden(final)
     temporary.mkdir(parents=True)
     save_file(_contiguous(learner.draft.state_dict()), temporary / DRAFT)
     save_file(_optimizer_tensors(learner), temporary / OPTIMIZER)
     (temporary / STATE).write_text(json.dumps(place.to_json(), indent=2), encoding="utf-8")
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
-    if final.exists():  # of a run that went past here before, and was resumed from an older one
-        shutil.rmtree(final)
     temporary.rename(final)
     _sync(directory)
     for old in checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+        old.rename(_hidden(old))
+    _sweep(directory)
     return final
 
 
 def read_place(checkpoint: Path) -> Place:
-    """Read where a checkpoint's training stood; ValueError when it is none of this version."""
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    if state.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{checkpoint} has format_version {state.get('format_version')!r}, expected {FORMAT_VERSION}")
-    draft = DraftSettings(**state["draft"])
-    return Place(state["step"], state["loader"], draft, tuple(state["layers"]), state["config"])
+    """Read where a checkpoint's training stood; ValueError when it is damaged, or none of this version."""
+    with readable(checkpoint):
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        version = state["format_version"]
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{checkpoint} has format_version {version!r}, expected {FORMAT_VERSION}")
+    with readable(checkpoint):
+        return Place.from_json(state)
 
 
 def load_checkpoint(checkpoint: Path, learner: Learner) -> None:
-    """Put a checkpoint's draft and optimizer into a learner of the same shape."""
+    """Put a checkpoint's draft and optimizer into a learner of the same shape. ValueError when it is damaged."""
     device = str(learner.ranks.device)
-    learner.draft.load_state_dict(load_file(checkpoint / DRAFT, device=device))
-    saved = load_file(checkpoint / OPTIMIZER, device=device)
+    with readable(checkpoint):
+        learner.draft.load_state_dict(load_file(checkpoint / DRAFT, device=device))
+        saved = load_file(checkpoint / OPTIMIZER, device=device)
     for name, parameter in learner.draft.named_parameters():
         names = [key for key in saved if key.startswith(f"{name}/")]
         state = {key.removeprefix(f"{name}/"): saved[key] for key in names}
@@ -104,26 +156,43 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> None:
 def load_draft(checkpoint: Path, embed: Tensor, head: Tensor, bias: Tensor | None) -> Draft:
     """Build the draft of a checkpoint between the target's tables, on their device and of their dtype.
 
-    ValueError when the tables do not fit it.
+    ValueError when the tables do not fit it, or the checkpoint is damaged.
     """
     draft = Draft(read_place(checkpoint).draft, embed, head, bias)
-    draft.load_state_dict(load_file(checkpoint / DRAFT))
+    with readable(checkpoint):
+        draft.load_state_dict(load_file(checkpoint / DRAFT))
     return draft.to(embed.device, embed.dtype).eval()
 
 
-def refuse_another(place: Place, draft: DraftSettings, layers: tuple[int, ...], config: Mapping[str, Any]) -> None:
-    """Raise ValueError where a checkpoint is of another draft; warn of the other settings that differ."""
-    recorded, own = dataclasses.asdict(place.draft), dataclasses.asdict(draft)
-    recorded["layers"], own["layers"] = list(place.layers), list(layers)
-    for name in own:
-        if recorded.get(name) != own[name]:
+def refuse_another(place: Place, own: Place) -> None:
+    """Raise ValueError where a checkpoint is of another draft or store; warn of the other settings that differ."""
+    for name, recorded in _identity(place).items():
+        if recorded != (value := _identity(own)[name]):
             raise ValueError(
-                f"{name} of the checkpoint is {recorded.get(name)!r}, this run has {own[name]!r}: go on with the same "
-                "draft, or choose another --output-dir"
+                f"{name} of the checkpoint is {recorded!r}, this run has {value!r}: go on with the same draft and the "
+                "same store, or choose another --output-dir"
             )
-    differing = sorted(name for name in config if place.config.get(name) != config[name])
+    differing = sorted(name for name in own.config if place.config.get(name) != own.config[name])
     if differing:
         _log.warning("settings differ from those that the training was begun with: %s", ", ".join(differing))
+
+
+def _identity(place: Place) -> dict[str, object]:
+    origin = {"target_weights": place.origin.target_weights, "digest of the samples": place.origin.samples}
+    return {**dataclasses.asdict(place.draft), "layers": list(place.layers), **origin}
+
+
+@contextmanager
+def readable(checkpoint: Path) -> Iterator[None]:
+    """Turn what is raised about files that are not as they were written into a ValueError that names the folder."""
+    try:
+        yield
+    except (FileNotFoundError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"checkpoint {checkpoint} is damaged ({type(error).__name__}: {reason}): remove that folder to "
+            "go on from the one before"
+        ) from error
 
 
 def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -136,6 +205,17 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _hidden(checkpoint: Path) -> Path:
+    """Return what a checkpoint is called before it is whole, and while it is removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.tmp")
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what a run that was killed left half written or half removed."""
+    for path in directory.glob(".step-*.tmp"):
+        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

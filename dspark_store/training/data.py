@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
+
+import torch
+from torch import Tensor
 
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetShape
@@ -14,12 +16,11 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Side
 from dspark_store.readers.loader import CacheLoader
+from dspark_store.target.source import TargetSource
 from dspark_store.training.manifest import Expected, check_manifest
 from dspark_store.training.online import open_live
 from dspark_store.training.ranks import Ranks
 from dspark_store.training.settings import TrainConfig
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
     if config.store is not None:
         cache = open_cache(config.store, allow_reduced_depth=config.allow_reduced_depth, threads=config.threads)
     else:
-        cache = open_live(cast(str, config.online), Path(config.output_dir) / "tokens", ranks)
+        tokens, cut = Path(config.output_dir) / "tokens", config.allow_reduced_depth
+        cache = open_live(cast(str, config.online), tokens, ranks, allow_reduced_depth=cut)
     check_manifest(cache.manifest, _expected(config))
     layers = config.layers or cache.layer_ids
     train = _loader(config, cache, layers, ranks, "train")
@@ -50,11 +52,17 @@ def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
 
 def build_draft(config: TrainConfig, data: TrainingData) -> Draft:
     """Build the draft with fresh weights, from torch's global generator, between the target's own tables."""
-    tables, dtype = data.cache.weights(), config.compute_dtype
-    bias = None if tables.bias is None else tables.bias.to(dtype)
-    embed = tables.embed.to(dtype)
-    head = embed if tables.head is tables.embed or data.cache.head.get("tied") is True else tables.head.to(dtype)
+    embed, head, bias = target_tables(data.cache, torch.device("cpu"), config.compute_dtype)
     return Draft(draft_settings(config, data.cache, len(data.layers)), embed, head, bias)
+
+
+def target_tables(cache: Cache, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the target's embedding and head, one tensor where they are tied, and the head's bias, for a draft."""
+    tables = cache.weights()
+    embed = tables.embed.to(device, dtype)
+    tied = tables.head is tables.embed or cache.head.get("tied") is True
+    head = embed if tied else tables.head.to(device, dtype)
+    return embed, head, None if tables.bias is None else tables.bias.to(device, dtype)
 
 
 def draft_settings(config: TrainConfig, cache: Cache, captured_layers: int) -> DraftSettings:
@@ -93,7 +101,7 @@ def _loader(config: TrainConfig, cache: Cache, layers: tuple[int, ...], ranks: R
         shuffle=trains,
         seed=config.seed,
         window_shards=config.window_shards if trains else None,
-        last="even" if trains else "short",
+        last="repeat" if trains else "short",  # the same samples of an epoch on any number of ranks
         shape=cast("Literal['longest', 'full']", config.shape),
         layers=layers,
         min_supervised=config.min_supervised,
@@ -109,20 +117,8 @@ def _loader(config: TrainConfig, cache: Cache, layers: tuple[int, ...], ranks: R
 def _expected(config: TrainConfig) -> Expected:
     if config.target_model is None:
         return Expected(seq_length=config.seq_length, layers=config.layers)
-    from dspark_store.target.load import load_target_config, text_config
-    from dspark_store.target.source import TargetSource
-
-    whole = load_target_config(TargetSource(config.target_model))
-    text = text_config(whole)
-    return Expected(
-        target_model=config.target_model,
-        target_model_type=str(whole.model_type),
-        target_vocab_size=int(text.vocab_size),
-        hidden_size=int(text.hidden_size),
-        num_hidden_layers=int(text.num_hidden_layers),
-        seq_length=config.seq_length,
-        layers=config.layers,
-    )
+    source = TargetSource(config.target_model)
+    return Expected.of_target(source, seq_length=config.seq_length, layers=config.layers)
 
 
 def _number(fields: Mapping[str, JsonValue], name: str) -> float | None:

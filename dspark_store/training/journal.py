@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ class Journal:
         if self._board is not None:
             for name, value in figures.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def flush(self) -> None:
+        """Make what was written durable, so that no checkpoint is ahead of its metrics."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.flush()
 
     def close(self) -> None:
         """Close the files."""

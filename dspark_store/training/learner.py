@@ -37,12 +37,21 @@ class Judged:
         number = self.micro_batches + other.micro_batches
         return Judged(number, self.terms + other.terms, self.counts + other.counts)
 
+    def vector(self) -> Tensor:
+        """Return all sums as one vector (2 K + 11,) fp64, for a single all-reduce and for checkpoints."""
+        return torch.cat([self.terms.new_tensor([self.micro_batches]), self.terms, self.counts.vector()])
+
+    @classmethod
+    def of_vector(cls, vector: Tensor) -> Judged:
+        """Return the sums that `vector` made one vector of."""
+        number, terms, counts = vector.tensor_split([1, 1 + len(TERMS)])
+        return cls(int(number), terms, DraftCounts.of_vector(counts))
+
     def figures(self, ranks: Ranks) -> dict[str, float]:
         """Return losses averaged over the micro-batches of all ranks, and rates from counts summed over them."""
-        own = torch.cat([self.terms.new_tensor([self.micro_batches]), self.terms, self.counts.vector()])
-        number, *terms = (values := ranks.total(own))[: 1 + len(TERMS)].tolist()
-        means = {name: term / number for name, term in zip(TERMS, terms, strict=True)}
-        return {**means, **DraftCounts.of_vector(values[1 + len(TERMS) :]).rates()}
+        total = Judged.of_vector(ranks.total(self.vector()))
+        means = {name: term / total.micro_batches for name, term in zip(TERMS, total.terms.tolist(), strict=True)}
+        return {**means, **total.counts.rates()}
 
 
 class Learner:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import operator
 import resource
 import time
 from collections.abc import Iterator
@@ -14,12 +16,15 @@ from torch import Tensor
 
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.training.checkpoint import (
+    Origin,
     Place,
     checkpoints,
     load_checkpoint,
     read_place,
+    readable,
     refuse_another,
     save_checkpoint,
+    step_of,
 )
 from dspark_store.training.data import TrainingData, build_draft, open_data
 from dspark_store.training.journal import Journal
@@ -53,13 +58,27 @@ def train(config: TrainConfig) -> int:
     """
     config.check()
     with joined_ranks(config.resolved_device) as ranks:
-        found = checkpoints(Path(config.output_dir) / _CHECKPOINTS)
-        if found and not config.resume:
-            raise ValueError(
-                f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir"
-            )
-        Training(config, ranks, found[-1] if found else None).run()
+        Training(config, ranks, found_checkpoint(config, ranks)).run()
     return 0
+
+
+def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
+    """Return the newest checkpoint to go on from, None where there is none; all ranks call it together.
+
+    ValueError when there is one and the run is not told to go on, or when ranks find different ones.
+    """
+    found = checkpoints(Path(config.output_dir) / _CHECKPOINTS)
+    own = step_of(found[-1]) if found else None
+    steps = ranks.gathered(torch.tensor([-1 if own is None else own], device=ranks.device))
+    least, most = min(map(int, steps)), max(map(int, steps))
+    if least != most:
+        raise ValueError(
+            f"ranks find different newest checkpoints in {config.output_dir}, of step {least} and of step {most}, "
+            "-1 for none: --output-dir must be on a file system that all of them share"
+        )
+    if found and not config.resume:
+        raise ValueError(f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir")
+    return found[-1] if found else None
 
 
 class Training:
@@ -76,28 +95,31 @@ class Training:
         self.total = planned if config.max_steps is None else min(planned, config.max_steps)
         warmup = warmup_steps(config.warmup_ratio, self.total)
         self.learner = Learner(draft, config, Schedule(self.total, warmup, config.min_lr_ratio), ranks)
-        if checkpoint is not None:
-            self._go_on(checkpoint)
         self.watch = Watch()
         self._window: Judged | None = None
+        self._origin = Origin.of(self.data.cache)
+        if checkpoint is not None:
+            self._go_on(checkpoint)
         self._journal = self._open_journal()
 
     def run(self) -> None:
-        """Train to the end, and tell what came of it."""
-        started = time.monotonic()
-        learner = self.learner
+        """Train to the end, and tell what came of it. A training that is there already is left as it is."""
+        started, learner = time.monotonic(), self.learner
+        lines = [f"nothing is left to do: {learner.step} steps are done, of {self.total}"]
         try:
-            with Progress("train", self.total, "steps", learner.step) as progress:
-                while learner.step < self.total:
-                    self._epoch(progress)
-            self._checkpoint()
-            figures = self.validate()
+            if learner.step < self.total:
+                with Progress("train", self.total, "steps", learner.step, hidden=not self.ranks.leads) as progress:
+                    while learner.step < self.total:
+                        self._epoch(progress)
+                figures = self.validate()
+                self._checkpoint()
+                lines = self._summary(figures, time.monotonic() - started)
         finally:
             self.data.train.close()
             if self._journal is not None:
                 self._journal.close()
         if self.ranks.leads:
-            for line in self._summary(figures, time.monotonic() - started):
+            for line in lines:
                 print(line)
 
     def _epoch(self, progress: Progress) -> None:
@@ -146,14 +168,17 @@ class Training:
             self._journal.write("train", self.learner.step, figures)
 
     def _now_and_then(self) -> None:
-        """Validate and save where it is time for it; the end does both anyway."""
+        """Validate and save where it is time for it; the end does both anyway.
+
+        In this order: what a checkpoint is gone on from has all metrics of its step.
+        """
         step, config = self.learner.step, self.config
         if step == self.total:
             return
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
-            self._checkpoint()
         if config.validate_every and step % config.validate_every == 0:
             self.validate()
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            self._checkpoint()
 
     def validate(self) -> dict[str, float]:
         """Judge the validation samples; return the figures, none without such samples."""
@@ -170,24 +195,40 @@ class Training:
         return figures
 
     def _checkpoint(self) -> None:
-        if self.ranks.leads:
-            place = Place(
-                self.learner.step,
-                self.data.train.state_dict(),
-                self.learner.draft.settings,
-                self.data.layers,
-                self._settings(),
-            )
+        place = self._place()
+        if self._journal is not None:
+            self._journal.flush()
             directory = Path(self.config.output_dir) / _CHECKPOINTS
             save_checkpoint(directory, self.learner, place, self.config.keep_checkpoints)
         self.ranks.wait()
 
+    def _place(self) -> Place:
+        """Return where this training stands; all ranks call it together."""
+        parts = [] if self._window is None else self.ranks.gathered(self._window.vector())
+        window = tuple(tuple(part.tolist()) for part in parts)
+        draft, layers = self.learner.draft.settings, self.data.layers
+        state = self.data.train.state_dict()
+        return Place(self.learner.step, state, draft, layers, self._settings(), self._origin, window)
+
     def _go_on(self, checkpoint: Path) -> None:
         place = read_place(checkpoint)
-        refuse_another(place, self.learner.draft.settings, self.data.layers, self._settings())
+        refuse_another(place, self._place())
         self.data.train.load_state_dict(place.loader)
         load_checkpoint(checkpoint, self.learner)
+        with readable(checkpoint):
+            self._window = self._window_of(place)
         _log.info("going on from %s", checkpoint)
+
+    def _window_of(self, place: Place) -> Judged | None:
+        """Return this rank's part of what the steps since the last line of metrics came to.
+
+        Under another number of ranks rank 0 takes all parts; their sums are the same but for the order of additions.
+        """
+        vectors = (torch.tensor(part, dtype=torch.float64, device=self.ranks.device) for part in place.window)
+        parts = [Judged.of_vector(vector) for vector in vectors]
+        if len(parts) == self.ranks.size:
+            return parts[self.ranks.rank]
+        return functools.reduce(operator.add, parts) if parts and self.ranks.leads else None
 
     def _open_journal(self) -> Journal | None:
         if not self.ranks.leads:
@@ -214,7 +255,7 @@ class Training:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = f"at most {size_text(peak)} of memory"
         if self.ranks.device.type == "cuda":
-            memory += f", {size_text(torch.cuda.max_memory_allocated())} of the device's"
+            memory += f", {size_text(torch.cuda.max_memory_allocated(self.ranks.device))} of the device's"
         waited = f"waited for data {self.watch.waiting_share:.1%} of the steps' time"
         lines = [f"{self.learner.step} steps in {seconds:.0f} s; {waited}; {memory}"]
         if figures:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.manifest import Manifest
+from dspark_store.target.load import load_target_config, text_config
+from dspark_store.target.source import TargetSource
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run expects of a store; None where it does not say. ``target_model`` is a name, which only warns."""
+    """What a run expects of a store; None where it does not say. ``target_model`` is a name, which only warns.
+
+    ``num_hidden_layers`` counts the layers of the whole target.
+    """
 
     target_model: str | None = None
     target_model_type: str | None = None
@@ -24,6 +29,22 @@ class Expected:
     seq_length: int | None = None
     layers: Sequence[int] | None = None
 
+    @classmethod
+    def of_target(
+        cls, target: TargetSource, *, seq_length: int | None = None, layers: Sequence[int] | None = None
+    ) -> Expected:
+        """Read what a target's text configuration says, as a precompute writes it down. ValueError when it has none."""
+        text = text_config(load_target_config(target))
+        return cls(
+            target_model=target.model,
+            target_model_type=str(text.model_type),
+            target_vocab_size=int(text.vocab_size),
+            hidden_size=int(text.hidden_size),
+            num_hidden_layers=int(text.num_hidden_layers),
+            seq_length=seq_length,
+            layers=layers,
+        )
+
 
 _COMPARED = ("target_model_type", "target_vocab_size", "hidden_size", "num_hidden_layers", "seq_length")
 _NEEDED = (*_COMPARED, "dtype", "target_hidden_dim", "target_last_hidden_dim", "target_layer_ids")
@@ -32,9 +53,9 @@ _NEEDED = (*_COMPARED, "dtype", "target_hidden_dim", "target_last_hidden_dim", "
 def check_manifest(manifest: Manifest, expected: Expected) -> None:
     """Raise ValueError naming the first field in which a store is not what the run expects, or that it lacks.
 
-    NeMo Automodel's checks, in its order, but for two: states of any dtype train on any device, since they are cast
-    anyway, and the run's layers may be a subset of the captured ones. Another name of the target is but a warning:
-    paths differ between machines.
+    NeMo Automodel's checks, in its order, but for three: states of any dtype train on any device, since they are cast
+    anyway; the run's layers may be a subset of the captured ones; and of a target that was cut to its first layers the
+    whole depth is compared. Another name of the target is but a warning: paths differ between machines.
     """
     missing = [name for name in _NEEDED if manifest.get(name) is None]
     if missing:
@@ -47,8 +68,10 @@ def check_manifest(manifest: Manifest, expected: Expected) -> None:
             manifest.get("target_model"),
             expected.target_model,
         )
+    whole = manifest.get("target_num_hidden_layers_full")
+    stored = manifest if whole is None else {**manifest, "num_hidden_layers": whole}
     for name in _COMPARED:
-        _compare(name, manifest[name], getattr(expected, name))
+        _compare(name, stored[name], getattr(expected, name))
     if manifest["dtype"] not in CACHE_DTYPES:
         raise ValueError(f"dtype {manifest['dtype']!r} of the store is unknown; expected {', '.join(CACHE_DTYPES)}")
     captured, width = manifest["target_layer_ids"], manifest["hidden_size"]
@@ -63,4 +86,4 @@ def check_manifest(manifest: Manifest, expected: Expected) -> None:
 
 def _compare(name: str, stored: object, wanted: object) -> None:
     if wanted is not None and stored != wanted:
-        raise ValueError(f"{name} of the store is {stored!r}, this run expects {wanted!r}: train from another store")
+        raise ValueError(f"{name} of the store is {stored!r}, this run expects {wanted!r}: use another store")

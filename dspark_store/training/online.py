@@ -7,7 +7,6 @@ that a training batch does not share; a batch size of 1 in the precompute's file
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,9 +23,8 @@ from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import padded_batch
-from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.config import parse_arguments as parse_precompute
-from dspark_store.precompute.job import check_identity, plan_job
+from dspark_store.precompute.job import Job, check_identity, describe_target, plan_job
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
@@ -39,7 +37,6 @@ from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
 from dspark_store.writers.tokens import TokenRows, read_token_shard
 
-_log = logging.getLogger(__name__)
 _SHARDS_KEPT = 64
 
 
@@ -129,18 +126,26 @@ class LiveCache(Cache):
         return read_token_shard(self.storage, self.record, shard)
 
 
-def open_live(file: str, tokens: Path, ranks: Ranks) -> LiveCache:
+def open_live(file: str, tokens: Path, ranks: Ranks, *, allow_reduced_depth: bool = False) -> LiveCache:
     """Tokenise what a precompute's file names into ``tokens``, load its target on every rank, and return both as one.
 
-    Tokens that stand there already are used, if they are of the same job. ValueError, OSError or ImportError for what
-    a user can get wrong; ValueError for a target that needs several ranks or devices.
+    Tokens that stand there already are used, if they are of the same job. ``allow_reduced_depth`` is that of
+    `open_cache`. ValueError, OSError or ImportError for what a user can get wrong; ValueError for a target that needs
+    several ranks or devices.
     """
     config = parse_precompute(["-c", file, "--output-dir", str(tokens)])
     config.check()
     if config.device_map is not None or (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) != (1,) * 4:
         raise ValueError(f"{file} shares the target out over devices; online training runs a whole target on each rank")
+    target = describe_target(config)
+    depth = int(target.text.num_hidden_layers)
+    if depth < target.depth and not allow_reduced_depth:
+        raise ValueError(
+            f"{file} cuts the target to its first {depth} of {target.depth} layers (target_num_hidden_layers): run the "
+            "whole target, or pass --allow-reduced-depth"
+        )
     if ranks.leads:
-        _write_tokens(config, LocalStorage(tokens))
+        _write_tokens(plan_job(config, target), LocalStorage(tokens))
     ranks.wait()
     device = ranks.device if ranks.device.type == "cuda" else config.resolved_device
     model = load_target(
@@ -153,8 +158,7 @@ def open_live(file: str, tokens: Path, ranks: Ranks) -> LiveCache:
     return LiveCache(LocalStorage(tokens), LiveTarget(model, device, config.batch_size))
 
 
-def _write_tokens(config: PrecomputeConfig, storage: LocalStorage) -> None:
-    job = plan_job(config)
+def _write_tokens(job: Job, storage: LocalStorage) -> None:
     if has_store(storage):
         record = read_metadata(storage).record
         check_identity(record, job)

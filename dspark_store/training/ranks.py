@@ -6,10 +6,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # in C, not in __all__
+from torch.distributed.rendezvous import rendezvous
+
+_TIMEOUT = timedelta(days=1)
+"""How long ranks wait for each other: rank 0 alone makes an online training's tokens. torchrun ends all if one dies."""
+
+
+class ToldError(Exception):
+    """An error, its cause, that another rank has told in the same words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +44,61 @@ class Ranks:
         dist.all_reduce(values)
         return values
 
+    def gathered(self, values: Tensor) -> list[Tensor]:
+        """Return every rank's ``values``, of one shape, in the order of ranks; all of them must ask together."""
+        if self.size == 1:
+            return [values]
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.contiguous())
+        return parts
+
     def wait(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier()
 
 
+def leads() -> bool:
+    """Whether this process is to tell what all ranks would say alike; holds before they have joined, too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Join the ranks that torchrun started, each of those on a host with a CUDA device of its own."""
+    """Join the ranks that torchrun started, each of those on a host with a CUDA device of its own.
+
+    An error that several of them end with in the same words is raised as it is on the first alone, as ToldError on the
+    others.
+    """
     if "RANK" not in os.environ:
         yield Ranks(0, 1, device)
         return
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    store.set_timeout(_TIMEOUT)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("training", store),
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+    )
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        yield Ranks(rank, size, device)
+    except Exception as error:
+        if _is_told(store, error):
+            raise ToldError(str(error)) from error
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _is_told(store: Store, error: Exception) -> bool:
+    """Note that an error is told, where no rank has told it yet; return whether one has."""
+    words = blake2b(f"{type(error).__name__}: {error}".encode(), digest_size=16).hexdigest()
+    try:
+        return int(store.add(f"told/{words}", 1)) > 1
+    except RuntimeError:  # the store is gone with whoever held it: better twice than never
+        return False

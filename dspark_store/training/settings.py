@@ -34,7 +34,7 @@ class TrainConfig:
     target_model: str | None = setting("the target that the store must be of; its configuration is compared", None)
     seq_length: int | None = setting("the sequence length that the store must have", None, type=int)
     layers: tuple[int, ...] = setting("captured layers to train from, by id; all if not given", (), nargs="+", type=int)
-    allow_reduced_depth: bool = setting("train from a store of a target that was cut to its first layers", False)
+    allow_reduced_depth: bool = setting("train from the states of a target that was cut to its first layers", False)
     draft_layers: int = setting("layers of the draft", 5)
     block_size: int = setting("K, the tokens that a draft proposes at once", 7)
     intermediate_size: int | None = setting("width of the draft's MLPs; the target's if not given", None, type=int)
@@ -87,6 +87,9 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and value < least:
                     raise ValueError(f"{flag(name)} must be >= {least}, got {value}")
+        twice = sorted({layer for layer in self.layers if self.layers.count(layer) > 1})
+        if twice:
+            raise ValueError(f"layers name {twice[0]} more than once: give each captured layer once")
         if not 0 < self.clip < math.inf:
             raise ValueError(f"clip must be a finite number > 0, got {self.clip}")
         if not 0 <= self.validation_fraction < 1:

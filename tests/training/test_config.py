@@ -34,6 +34,7 @@ def test_the_mask_token_must_be_given():
         ([], "give either --store, to train from it, or --online"),
         (["--store", "a", "--online", "b"], "give either --store"),
         (["--store", "a", "--batch-size", "0"], "batch-size must be >= 1, got 0"),
+        (["--store", "a", "--layers", "1", "3", "1"], "layers name 1 more than once"),
         (["--store", "a", "--clip", "0"], "clip must be a finite number > 0"),
         (["--store", "a", "--validation-fraction", "1"], "validation-fraction must be"),
         (["--store", "a", "--markov", "lstm"], "invalid choice: 'lstm'"),
@@ -56,3 +57,19 @@ def test_what_a_store_is_not_ends_the_command_in_one_line(store, tmp_path, capsy
     assert main(flags(tmp_path / "run", "--store", store, "--layers", 1, 9)) == 2
     assert "layer 9 was not captured" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_a_kind_that_nobody_foresaw_is_one_line_too(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dspark_store.training.loop.build_draft", fail)
+    assert main(flags(tmp_path / "run", "--store", store)) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: RuntimeError: CUDA out of memory"
+
+
+def fail(*given):
+    raise RuntimeError("CUDA out\nof memory")
+
+
+def test_what_all_ranks_were_given_wrongly_is_told_by_rank_0(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main([*REQUIRED, "--store", "a", "--clip", "0"]) == 2
+    assert capsys.readouterr().err == ""

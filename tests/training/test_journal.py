@@ -43,3 +43,17 @@ def test_tensorboard_is_asked_for_by_the_name_of_its_extra(tmp_path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(ImportError, match=r"dspark-store\[train\]"):
         Journal(tmp_path, 0, tensorboard=True)
+
+
+def test_tensorboard_is_given_the_same_figures_by_a_flush(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    journal = Journal(tmp_path, 0, tensorboard=True)
+    journal.write("train", 3, {"loss": 0.5, "tau": 2.0})
+    journal.write("train", 6, {"loss": 0.25})
+    journal.flush()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    journal.close()
+    assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/tau"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 0.5), (6, 0.25)]

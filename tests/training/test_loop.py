@@ -12,10 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_store.train import main
-from dspark_store.training.checkpoint import checkpoints
+from dspark_store.training.checkpoint import checkpoints, save_checkpoint
+from dspark_store.training.learner import Learner
+from tests.precompute.jobs import states_of_files
 from tests.training.runs import flags, metrics, run, traced
 
 EPOCHS = ("--epochs", 4)
+WINDOWS = (
+    *("--epochs", 20, "--max-steps", 30, "--log-every", 10, "--checkpoint-every", 4),
+    *("--validate-every", 8, "--validation-fraction", 0.2),
+)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
 
 
@@ -43,11 +49,34 @@ def test_accumulated_micro_batches_are_one_step_and_the_last_window_may_be_short
 
 
 def test_a_window_of_fewer_micro_batches_counts_them_as_if_they_were_all(store, tmp_path):
-    """One micro-batch of all samples: whatever number would be accumulated, there is only that one."""
+    """One micro-batch of all samples: whatever number would be accumulated, there is only that one.
+
+    AdamW makes the same first step of any multiple of a gradient: its norm is what tells.
+    """
     one = traced(tmp_path / "one", "--store", store, "--batch-size", 11)
     four = traced(tmp_path / "four", "--store", store, "--batch-size", 11, "--accumulate", 4)
+    norms = [metrics(directory)[0]["gradient_norm"] for directory, _ in (one, four)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     first, second = (drafts(directory) for directory, _ in (one, four))
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+def test_the_gradient_of_a_step_is_the_mean_of_its_micro_batches(store, tmp_path):
+    """At a rate of 0 every micro-batch is judged by the same draft: six of them, in a step each and in windows."""
+    still = ("--store", store, "--learning-rate", 0, "--warmup-ratio", 0)
+    gradients = []
+    update = Learner.update
+
+    def noted(self, pending):
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in self.draft.parameters()]))
+        return update(self, pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "update", noted)
+        run(tmp_path / "each", *still)
+    norms = [line["gradient_norm"] for line in metrics(run(tmp_path / "windows", *still, "--accumulate", 4))]
+    expected = [float(torch.stack(part).mean(0).norm()) for part in (gradients[:4], gradients[4:])]
+    assert norms == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 8, 12])
@@ -73,8 +102,33 @@ def stop_at(step):
     return now
 
 
-def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_losses(store, tmp_path):
-    more = ("--store", store, "--epochs", 5, "--checkpoint-every", 4)
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_metrics_of_steps_on_both_sides_of_a_checkpoint_are_those_of_one_run(store, tmp_path, stop):
+    """Lines are of ten steps, checkpoints of every fourth: the open window goes on, and no validation is lost."""
+    whole = run(tmp_path / "whole", "--store", store, *WINDOWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspark_store.training.loop.save_checkpoint", interrupted_after(stop))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped", "--store", store, *WINDOWS)
+    directory = run(tmp_path / "stopped", "--store", store, *WINDOWS, "--resume")
+    assert [line["step"] for line in metrics(whole)] == [10, 20, 30]
+    assert [line["step"] for line in metrics(whole, "validation")] == [8, 16, 24, 30]
+    assert metrics_so_far(directory) == metrics_so_far(whole)
+
+
+def interrupted_after(saves):
+    done = []
+
+    def save(*given):
+        done.append(save_checkpoint(*given))
+        if len(done) == saves:
+            raise KeyboardInterrupt
+
+    return save
+
+
+def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_metrics(store, tmp_path):
+    more = ("--store", store, *WINDOWS)
     whole = run(tmp_path / "whole", *more)
     directory = tmp_path / "killed"
     command = [sys.executable, "-m", "dspark_store.train", *flags(directory, *more)]
@@ -88,10 +142,9 @@ def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_losses(store, tmp_
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    before = len(metrics_so_far(directory))
-    assert before < 30, "it ended before it was killed"
+    assert checkpoints(directory / "checkpoints")[-1].name < "step-00000030", "it ended before it was killed"
     assert main(flags(directory, *more, "--resume")) == 0
-    assert metrics(directory) == metrics(whole)
+    assert metrics_so_far(directory) == metrics_so_far(whole)
     assert same(drafts(directory), drafts(whole))
 
 
@@ -103,7 +156,17 @@ def test_a_finished_training_is_not_begun_again_unasked(store, tmp_path, capsys)
     run(tmp_path / "run", "--store", store, "--max-steps", 2)
     assert main(flags(tmp_path / "run", "--store", store)) == 2
     assert "has checkpoints: pass --resume" in capsys.readouterr().err
-    assert main(flags(tmp_path / "run", "--store", store, "--max-steps", 2, "--resume")) == 0
+
+
+def test_going_on_with_a_finished_training_changes_nothing(store, tmp_path, capsys):
+    more = ("--store", store, "--epochs", 2, "--max-steps", 4, "--validation-fraction", 0.3)
+    directory = run(tmp_path / "run", *more)
+    before, lines = states_of_files(directory / "checkpoints"), metrics_so_far(directory)
+    capsys.readouterr()
+    assert main(flags(directory, *more, "--resume")) == 0
+    assert capsys.readouterr().out == "nothing is left to do: 4 steps are done, of 4\n"
+    assert states_of_files(directory / "checkpoints") == before
+    assert metrics_so_far(directory) == lines
 
 
 def test_another_draft_does_not_go_on_from_a_checkpoint(store, tmp_path, capsys):
@@ -172,6 +235,8 @@ def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(store, tmp
         for one, two in pairs:
             names = ("tau", "accept", "loss", "learning_rate") if kind == "train" else ("tau", "accept", "prefix_bias")
             assert [one[name] for name in names] == pytest.approx([two[name] for name in names], rel=1e-3)
+            if kind == "train":
+                assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-4)
     first, second = drafts(alone), drafts(tmp_path / "two")
     assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
 
@@ -180,3 +245,13 @@ def test_a_checkpoint_tells_what_it_is_of(store, tmp_path):
     directory = run(tmp_path / "run", "--store", store, "--max-steps", 1)
     state = json.loads((checkpoints(directory / "checkpoints")[-1] / "state.json").read_text())
     assert (state["step"], state["layers"], state["draft"]["block_size"]) == (1, [1, 2, 3], 3)
+
+
+def test_ranks_that_have_the_same_error_tell_it_once(store, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launcher, "dspark_store.train", *flags(tmp_path / "run", "--store", store, "--mask-token-id", 288)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told == ["error: mask_token_id 288 is outside the vocabulary of 288"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
