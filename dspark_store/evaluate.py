@@ -17,19 +17,28 @@ from dspark_store.evaluation.judgement import Judgement, judge, prompts_of
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.settings import default_device
+from dspark_store.precompute.world import one_line
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import COMPUTE_DTYPES, load_target, resolve_compute_dtype
 from dspark_store.target.source import TargetSource
-from dspark_store.training.checkpoint import checkpoints, load_draft, read_place
+from dspark_store.training.checkpoint import Place, checkpoints, load_draft, read_place
+from dspark_store.training.data import target_tables
+from dspark_store.training.manifest import Expected, check_manifest
 
 DIFFERS = 1
 USER_ERROR = 2
+UNEXPECTED = 3
 INTERRUPTED = 130
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 the texts are the target's own, 1 one is not, 2 a mistake."""
+    """Run the command; return its exit code.
+
+    0 the texts are the target's own, 1 one is not, 2 a mistake, 3 another error; each of these is told in one line.
+    """
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -38,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line)
         return DIFFERS if total.differing else 0
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
+    except Exception as error:  # noqa: BLE001 - whatever it is, users get one line
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return UNEXPECTED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -67,13 +79,15 @@ def evaluate(given: argparse.Namespace) -> Judgement:
         raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")
     place = read_place(found[-1])
     cache = open_cache(given.store)
+    source = TargetSource(given.target_model, given.trust_remote_code)
+    _refuse_strangers(place, cache, source)
     prompts = list(prompts_of(cache, _samples(cache, place.config, given.samples)))
+    if not prompts:
+        raise ValueError(f"there are no prompts: every sample of {given.store} begins with a supervised token")
     device = torch.device(given.device or default_device())
     dtype = resolve_compute_dtype(given.dtype, device)
-    model = load_target(TargetSource(given.target_model, given.trust_remote_code), dtype=dtype, device=device)
-    tables = cache.weights()
-    bias = None if tables.bias is None else tables.bias.to(device, dtype)
-    draft = load_draft(found[-1], tables.embed.to(device, dtype), tables.head.to(device, dtype), bias)
+    model = load_target(source, dtype=dtype, device=device)
+    draft = load_draft(found[-1], *target_tables(cache, device, dtype))
     decoder, total = Decoder(model, place.layers), Judgement()
     with Progress("evaluate", len(prompts), "prompts") as progress:
         for one in judge(decoder, draft, prompts, given.max_new_tokens, _stops(model)):
@@ -82,9 +96,28 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     return total
 
 
+def _refuse_strangers(place: Place, cache: Cache, source: TargetSource) -> None:
+    """Raise ValueError unless draft, store and target are of the same target, as far as can be told before loading it.
+
+    Other files of the target's weights are but a warning: they may be the same weights in another format.
+    """
+    check_manifest(cache.manifest, Expected.of_target(source, layers=place.layers))
+    stored = cache.manifest.get("target_weights")
+    if place.origin.target_weights != stored:
+        raise ValueError(
+            f"the draft was trained on a target with weights {place.origin.target_weights}, the store is of one with "
+            f"{stored}: give the store that it was trained from, or another of the same target"
+        )
+    own = target_fingerprint(source)["weights"]
+    if own != stored:
+        _log.warning("the store was made from other files than %s has: other weights, or another format", source.model)
+
+
 def _samples(cache: Cache, config: Mapping[str, Any], count: int) -> list[int]:
     """Return the first samples that the training kept for validation; of all samples, where it kept none."""
     fraction = config.get("validation_fraction", 0.0)
+    if not fraction:
+        _log.warning("the training kept no samples for validation: these prompts are of samples that it has seen")
     split = Split("validation", fraction, 0) if fraction else None
     return [int(sample) for sample in choose_samples(cache, min_supervised=2, split=split)[:count]]
 

@@ -49,6 +49,11 @@ class Decoder:
         self._device = self._head.device
         self._config = model.config
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return self._head.dtype
+
     def greedy(self, prompt: Sequence[int], limit: int, stop: frozenset[int] = frozenset()) -> Greedy:
         """Choose up to ``limit`` tokens one by one, ending with one of ``stop``."""
         past = DynamicCache(config=self._config)
@@ -56,7 +61,7 @@ class Decoder:
         margins: list[float] = []
         given = list(prompt)
         while len(tokens) < limit and not (tokens and tokens[-1] in stop):
-            logits, _ = self._run(given, past)
+            logits, _ = self._run(given, past, 1)
             best = logits[-1].topk(2)
             tokens.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
@@ -73,12 +78,12 @@ class Decoder:
         past = DynamicCache(config=self._config)
         # else a sliding window forgets what a cut would bring back
         past.activate_past_recording()  # type: ignore[no-untyped-call]
-        logits, states = self._run(prompt, past)
+        logits, states = self._run(prompt, past, 1)
         tokens, steps = [int(logits[-1].argmax())], 0
         while len(tokens) < limit and tokens[-1] not in stop:
             proposed = propose(draft, states.to(draft.embed.dtype), tokens[-1])
             length = states.shape[1]
-            logits, more = self._run([tokens[-1], *proposed], past)
+            logits, more = self._run([tokens[-1], *proposed], past, 1 + len(proposed))
             chosen = logits.argmax(-1).tolist()
             kept = accepted(proposed, chosen)
             self._cut(past, length + kept + 1)
@@ -89,13 +94,13 @@ class Decoder:
             steps += 1
         return Speculated(tokens[:limit], steps)
 
-    def _run(self, ids: Sequence[int], past: DynamicCache) -> tuple[Tensor, Tensor]:
-        """Go on with ids; return their logits (S, V) and the captured layers (1, S, L * H)."""
+    def _run(self, ids: Sequence[int], past: DynamicCache, judged: int) -> tuple[Tensor, Tensor]:
+        """Go on with S ids; return the logits (judged, V) of the last ones, and all captured layers (1, S, L * H)."""
         given = torch.tensor([list(ids)], device=self._device)
         seen = int(past.get_seq_length()) + given.shape[1]
         with torch.inference_mode():
             states = self._capture(given, torch.ones((1, seen), dtype=torch.int64, device=self._device), past)
-            logits = torch.nn.functional.linear(states.last[0], self._head, self._bias)
+            logits = torch.nn.functional.linear(states.last[0, -judged:], self._head, self._bias)
             if isinstance(self._scale, float):
                 logits = logits * self._scale
             if isinstance(self._cap, float):

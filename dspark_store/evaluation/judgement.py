@@ -6,21 +6,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dspark_store.draft.model import Draft
 from dspark_store.evaluation.decoder import Decoder, Greedy, Speculated
 from dspark_store.format.schema import IDS, MASK
 from dspark_store.readers.cache import Cache
 
-NEAR = 1e-4
-"""Logits closer than this may change places with the number of tokens that a forward runs over."""
+NEAR = {torch.float32: 1e-4, torch.float16: 0.125, torch.bfloat16: 1.0}
+"""Logits closer than this may change places with the number of tokens that a forward runs over, by what it runs in.
+
+In half precision that is 128 roundings of a logit between one and two, or eight of one between 16 and 32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """Sums over prompts. ``near_ties`` and ``differing`` count those whose text left the target's own.
 
-    A near tie left it where the target's two best logits were closer than `NEAR`, any other where they were not.
+    A near tie left it where the target's two best logits were closer than `NEAR` says, any other where they were not.
     """
 
     prompts: int = 0
@@ -48,18 +52,22 @@ def judge(
     decoder: Decoder, draft: Draft, prompts: Iterable[Sequence[int]], limit: int, stop: frozenset[int]
 ) -> Iterator[Judgement]:
     """Yield each prompt's judgement, of up to ``limit`` tokens after it."""
+    near = NEAR[decoder.dtype]
     for prompt in prompts:
         own, speculated = decoder.greedy(prompt, limit, stop), decoder.speculate(draft, prompt, limit, stop)
-        yield compare(own, speculated)
+        yield compare(own, speculated, near)
 
 
-def compare(own: Greedy, speculated: Speculated) -> Judgement:
-    """Compare one prompt's speculated text with the target's own, up to the first difference."""
+def compare(own: Greedy, speculated: Speculated, near_tie: float = NEAR[torch.float32]) -> Judgement:
+    """Compare one prompt's speculated text with the target's own, up to the first difference.
+
+    Best logits that are closer than ``near_tie`` are a near tie.
+    """
     pairs = zip(own.tokens, speculated.tokens, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if place is None and len(own.tokens) != len(speculated.tokens):
         place = min(len(own.tokens), len(speculated.tokens)) - 1
-    near = place is not None and own.margins[place] < NEAR
+    near = place is not None and own.margins[place] < near_tie
     return Judgement(
         prompts=1,
         tokens=max(0, len(speculated.tokens) - 1),

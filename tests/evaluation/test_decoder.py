@@ -112,3 +112,19 @@ def test_decoding_ends_with_a_stop_token_and_says_no_more():
     ended = decoder.greedy(PROMPTS[0], 20, stop).tokens
     assert ended == own[: own.index(own[6]) + 1]
     assert decoder.speculate(draft_of(model), PROMPTS[0], 20, stop).tokens == ended
+
+
+def test_of_a_prompt_only_the_last_logits_are_made(monkeypatch):
+    """A vocabulary of logits for each token of a long prompt would be gigabytes."""
+    model, rows = loud(tiny_llama()), []
+    decoder = Decoder(model, LAYER_IDS)
+    real = torch.nn.functional.linear
+
+    def noted(features, weight, bias=None):
+        if weight.shape == (VOCAB_SIZE, HIDDEN_SIZE):
+            rows.append(features.shape[0])
+        return real(features, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    decoder.greedy(PROMPTS[1], 3)
+    assert rows == [1, 1, 1]

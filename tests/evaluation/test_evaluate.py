@@ -1,18 +1,25 @@
+import logging
+
 import pytest
 
+from dspark_store import evaluate as command
 from dspark_store.evaluate import main
 from tests.precompute.jobs import precompute
-from tests.tiny import save_target_dir, tiny_llama, write_chats
+from tests.tiny import save_target_dir, tiny_llama, tiny_qwen3, write_chats
 from tests.training.runs import run
+
+
+def loud_llama(seed=0):
+    model = tiny_llama(seed)
+    model.lm_head.weight.data *= 60
+    return model
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A loud target, the store of its states, and a draft trained from it."""
     directory = tmp_path_factory.mktemp("trained")
-    model = tiny_llama()
-    model.lm_head.weight.data *= 60
-    target = save_target_dir(directory / "target", model)
+    target = save_target_dir(directory / "target", loud_llama())
     store = precompute(target, write_chats(directory / "chats.jsonl", 11), directory / "store")
     return target, store, run(directory / "draft", "--store", store, "--max-steps", 3, "--validation-fraction", 0.3)
 
@@ -23,11 +30,27 @@ def flags(trained, *more):
     return [str(word) for word in (draft, "--target-model", target, "--store", store, *small, *more)]
 
 
+def refused(words, capsys):
+    """Run a command that must be refused; return its line."""
+    capsys.readouterr()
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in text
+    return line
+
+
 def test_the_command_tells_tokens_a_step_and_that_the_texts_are_the_targets_own(trained, capsys):
     assert main(flags(trained)) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "tokens a step: 16 tokens in" in first
     assert second == "2 prompts: 0 texts differ from the target's own, 0 at a near tie"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_no_error(trained, capsys, dtype):
+    assert main(flags(trained, "--dtype", dtype)) == 0
+    assert "2 prompts: 0 texts differ from the target's own" in capsys.readouterr().out
 
 
 def test_mistakes_end_in_one_line(trained, tmp_path, capsys):
@@ -37,7 +60,56 @@ def test_mistakes_end_in_one_line(trained, tmp_path, capsys):
         (flags((target, store, tmp_path)), "has no checkpoint"),
         (flags((tmp_path / "none", store, draft)), "there is no such directory"),
     ):
-        assert main(words) == 2
-        text = capsys.readouterr().err
-        assert named in text
-        assert "Traceback" not in text
+        assert named in refused(words, capsys)
+
+
+def test_another_target_than_the_stores_is_refused(trained, tmp_path, capsys):
+    _, store, draft = trained
+    other = save_target_dir(tmp_path / "other", tiny_qwen3())
+    assert "target_model_type of the store is 'llama', this run expects 'qwen3'" in refused(
+        flags((other, store, draft)), capsys
+    )
+
+
+def test_a_store_of_other_weights_than_the_drafts_is_refused(trained, tmp_path, capsys):
+    other = save_target_dir(tmp_path / "other", loud_llama(seed=3))
+    store = precompute(other, write_chats(tmp_path / "chats.jsonl", 11), tmp_path / "store")
+    assert "the draft was trained on a target with weights" in refused(flags((other, store, trained[2])), capsys)
+
+
+def test_a_store_without_the_drafts_layers_is_refused(trained, tmp_path, capsys):
+    target, _, draft = trained
+    few = precompute(
+        target, write_chats(tmp_path / "chats.jsonl", 11), tmp_path / "store", "--target-layer-ids", "1", "3"
+    )
+    assert "layer 2 was not captured" in refused(flags((target, few, draft)), capsys)
+
+
+def test_other_files_of_the_weights_are_a_warning(trained, tmp_path, caplog):
+    _, store, draft = trained
+    other = save_target_dir(tmp_path / "other", loud_llama(seed=3))
+    with caplog.at_level(logging.WARNING):
+        main(flags((other, store, draft)))
+    assert "the store was made from other files than" in caplog.text
+
+
+def test_without_validation_samples_there_is_a_warning(trained, tmp_path, caplog):
+    target, store, _ = trained
+    draft = run(tmp_path / "draft", "--store", store, "--max-steps", 1)
+    with caplog.at_level(logging.WARNING):
+        assert main(flags((target, store, draft))) == 0
+    assert "the training kept no samples for validation" in caplog.text
+
+
+def test_without_prompts_there_is_nothing_to_judge(trained, capsys, monkeypatch):
+    monkeypatch.setattr(command, "prompts_of", lambda cache, samples: iter(()))
+    assert "there are no prompts" in refused(flags(trained), capsys)
+
+
+def test_an_error_of_a_kind_that_nobody_foresaw_is_one_line_too(trained, capsys, monkeypatch):
+    def fail(*given, **named):
+        raise RuntimeError("CUDA out\nof memory")
+
+    monkeypatch.setattr(command, "load_target", fail)
+    assert main(flags(trained)) == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "error: RuntimeError: CUDA out of memory"

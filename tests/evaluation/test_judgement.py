@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from dspark_store.evaluation.decoder import Greedy, Speculated
-from dspark_store.evaluation.judgement import Judgement, compare, prompts_of
+from dspark_store.evaluation.judgement import NEAR, Judgement, compare, prompts_of
 from dspark_store.readers.cache import open_cache
 from tests.stores import build_store
 
@@ -15,6 +16,13 @@ OWN = Greedy([4, 5, 6, 7], [1.0, 1.0, 1e-5, 1.0])
 def test_a_text_that_leaves_the_targets_own_is_counted_by_how_near_the_tie_was(tokens, near, differing):
     judgement = compare(OWN, Speculated(tokens, 2))
     assert (judgement.near_ties, judgement.differing) == (near, differing)
+
+
+@pytest.mark.parametrize(("near_tie", "near"), [(1e-4, 0), (0.5, 0), (1.5, 1)])
+def test_how_near_a_tie_is_depends_on_what_the_target_computes_in(near_tie, near):
+    judgement = compare(OWN, Speculated([4, 9, 6, 7], 2), near_tie)
+    assert (judgement.near_ties, judgement.differing) == (near, 1 - near)
+    assert NEAR[torch.float32] == 1e-4 < NEAR[torch.float16] < NEAR[torch.bfloat16]
 
 
 def test_judgements_add_up_before_they_are_divided():
