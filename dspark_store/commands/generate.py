@@ -80,13 +80,13 @@ def _messages(place: str, line: str) -> list[Message]:
     try:
         messages = json.loads(line)["messages"]
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        asked: list[Message] = [{"role": row["role"], "content": row["content"]} for row in messages[: users[-1] + 1]]
+        asked = [(row["role"], row["content"]) for row in messages[: users[-1] + 1]]
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f'{place} is no row of {{"messages": [...]}} with a message of the role user') from error
-    for message in asked:
-        if not isinstance(message["content"], str) or not isinstance(message["role"], str):
-            raise ValueError(f"{place} has a message whose content is no text: {message['content']!r}")
-    return asked
+    for role, content in asked:
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"{place} has a message whose content is no text: {content!r}")
+    return [{"role": role, "content": content} for role, content in asked]
 
 
 def whole_batches(
