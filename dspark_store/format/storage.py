@@ -296,7 +296,8 @@ class LocalStorage:
             try:
                 _link_standing(self.path(source), temporary)
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                # what is replaced all the time can be copied where it cannot be linked: who opens a file, holds it
+                if error.errno not in _NO_LINKS and not isinstance(error, FileNotFoundError):
                     raise
                 _copy(self.path(source), temporary)
             temporary.replace(path)
