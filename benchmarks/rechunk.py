@@ -29,8 +29,8 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk.copy_plan import CopySettings, copy_record
 from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens
 from dspark_store.inspection.rechunk.copy_size import CopySize
-from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
-from dspark_store.inspection.shardwise import map_shards
+from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.shardwise import Workers, map_shards
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.lock import StoreLock
 from dspark_store.writers.pipeline import EncodePipeline

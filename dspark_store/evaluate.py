@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from dspark_store.evaluation.decoder import Decoder
 from dspark_store.evaluation.judgement import Judgement, judge, prompts_of
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.progress import Progress
-from dspark_store.precompute.settings import default_device
 from dspark_store.precompute.world import one_line
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.target.device import device_named
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import COMPUTE_DTYPES, load_target, resolve_compute_dtype
 from dspark_store.target.source import TargetSource
@@ -84,7 +83,7 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     prompts = list(prompts_of(cache, _samples(cache, place.config, given.samples)))
     if not prompts:
         raise ValueError(f"there are no prompts: every sample of {given.store} begins with a supervised token")
-    device = torch.device(given.device or default_device())
+    device = device_named(given.device)
     dtype = resolve_compute_dtype(given.dtype, device)
     model = load_target(source, dtype=dtype, device=device)
     draft = load_draft(found[-1], *target_tables(cache, device, dtype))

@@ -10,9 +10,9 @@ from itertools import batched
 from pathlib import Path
 from typing import TextIO
 
-from dspark_store.inspection.recomputing import device_called
 from dspark_store.precompute.progress import Progress
 from dspark_store.target.answers import Answer, Answerer, Message, Sampling
+from dspark_store.target.device import device_named
 from dspark_store.target.load import COMPUTE_DTYPES, load_target, load_tokenizer, resolve_compute_dtype
 from dspark_store.target.source import TargetSource
 
@@ -127,7 +127,7 @@ def _fields(sampling: Sampling) -> Row:
 
 
 def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
-    device = device_called(None if given.device == "auto" else given.device)
+    device = device_named(None if given.device == "auto" else given.device)
     source = TargetSource(given.target_model, given.trust_remote_code)
     tokenizer = load_tokenizer(source)
     model = load_target(source, dtype=resolve_compute_dtype(given.compute_dtype, device), device=device)

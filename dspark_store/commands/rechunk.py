@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dspark_store.commands.workers import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
+from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.precompute.progress import size_text
+from dspark_store.precompute.report import stored_bytes
 from dspark_store.readers.cache import Cache, open_cache
 
 DAMAGED = 1
@@ -23,17 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", type=int, help="T, the positions of a chunk; the source's otherwise")
     parser.add_argument("--shard-size", type=int, help="R, the samples of a shard; the source's otherwise")
     parser.add_argument("--layers", type=int, nargs="+", help="captured layers to keep, by id; all otherwise")
-    parser.add_argument("--threads", type=int, help="shards that are copied side by side; one a core otherwise")
-    parser.add_argument("--scheduler", help="address of a dask scheduler whose workers copy, and see both directories")
+    add_worker_arguments(parser, "that copy a shard each")
     parser.add_argument("--take-over", action="store_true", help="push aside another job that is writing the copy")
 
 
 def run(given: argparse.Namespace) -> int:
     """Copy; return 0 when the copy is whole, 1 when source or copy is damaged. Raises what `rechunk` does."""
-    if given.threads is not None and given.threads < 1:
-        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    workers = workers_of(given)
     settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers)
-    workers = Workers(given.threads, given.scheduler)
     try:
         copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
     except DamagedStoreError as error:
@@ -51,8 +50,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _tells(cache: Cache) -> str:
     schema = cache.schema
-    stored = sum(cache.index.shard_bytes(shard) for shard in range(schema.tokens.num_shards))
+    stored = size_text(stored_bytes(cache))
     return (
-        f"{size_text(stored)} ({schema.codec}, {schema.chunk_tokens} tokens a chunk, {schema.shard_size} samples a "
+        f"{stored} ({schema.codec}, {schema.chunk_tokens} tokens a chunk, {schema.shard_size} samples a "
         f"shard, {schema.num_layers} layers)"
     )

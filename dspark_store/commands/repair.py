@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from dspark_store.inspection.repair.mending import Workers
+from dspark_store.commands.workers import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.repair import RepairPlan, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
 
@@ -18,16 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", help="the store's directory")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    parser.add_argument("--threads", type=int, help="threads that look at the shards; by default one a core")
-    parser.add_argument("--scheduler", help="address of a dask.distributed scheduler whose workers look at the shards")
+    add_worker_arguments(parser, "that look at the shards")
 
 
 def run(given: argparse.Namespace) -> int:
     """Repair the store and print what was done; return 0, or 1 when it cannot be repaired."""
-    if given.threads is not None and given.threads < 1:
-        raise ValueError(f"--threads must be >= 1, got {given.threads}")
     try:
-        plan = repair(given.store, Workers(given.threads, given.scheduler), dry_run=given.dry_run)
+        plan = repair(given.store, workers_of(given), dry_run=given.dry_run)
     except BeyondRepairError as error:
         print(f"cannot be repaired: {error}", file=sys.stderr)
         return BEYOND_REPAIR

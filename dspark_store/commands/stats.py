@@ -9,8 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dspark_store.commands.workers import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats.figures import Figures
 from dspark_store.inspection.stats.statistics import DEFAULT_OUTLIER_FACTOR, Rules, measure_store
 from dspark_store.inspection.stats.stats_page import render_page
@@ -18,6 +20,7 @@ from dspark_store.inspection.stats.survey import Selection
 from dspark_store.inspection.stats.vocabulary import Decode
 from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.readers.cache import Cache, open_cache
 
 DAMAGED = 1
@@ -38,24 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outlier-factor", type=float, default=DEFAULT_OUTLIER_FACTOR, help="times of the median channel, see the docs"
     )
     parser.add_argument("--tokenizer", help="the target, to show token ids as text; a local target is found by itself")
-    parser.add_argument("--threads", type=int, help="threads that read; one a processor core otherwise")
-    parser.add_argument("--scheduler", help="address of a dask scheduler, whose workers see the store at the same path")
+    add_worker_arguments(parser, "that read")
 
 
 def run(given: argparse.Namespace) -> int:
     """Write the two files and print where they are; return 0, or 1 when the store is damaged."""
     rules = Rules(_selection(given), given.outlier_factor)
-    if given.threads is not None and given.threads < 1:
-        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    workers = workers_of(given)
     store = Path(given.store).absolute()  # the workers of a cluster may have been started elsewhere
     output = _output(store, given.output)
     try:
         cache = open_cache(store, allow_incomplete=True, allow_reduced_depth=True)
-        statistics = _measure(cache, rules, given)
+        with new_folders_undone(output):  # a place that cannot be written to is told of before the pass, not after it
+            output.mkdir(parents=True, exist_ok=True)
+            statistics = _measure(cache, rules, given, workers)
     except DamagedStoreError as error:
         print(f"error: {error}; dspark-store verify lists all that is wrong", file=sys.stderr)
         return DAMAGED
-    output.mkdir(parents=True, exist_ok=True)
     _write(output / JSON_NAME, json.dumps(statistics, indent=1, allow_nan=False) + "\n")
     _write(output / PAGE_NAME, render_page(statistics))
     print(*_summary(Figures(statistics)), f"written: {output / JSON_NAME}, {output / PAGE_NAME}", sep="\n")
@@ -81,15 +83,15 @@ def _output(store: Path, chosen: str | None) -> Path:
     return output
 
 
-def _measure(cache: Cache, rules: Rules, given: argparse.Namespace) -> dict[str, JsonValue]:
+def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Workers) -> dict[str, JsonValue]:
     decode = _decoder(cache, given.tokenizer)
     samples = len(cache) if given.samples is None else min(len(cache), given.samples)
     with Progress("stats", samples, "samples") as progress:
         return measure_store(
             cache,
             rules,
-            threads=given.threads,
-            scheduler=given.scheduler,
+            threads=workers.threads,
+            scheduler=workers.scheduler,
             progress=progress.advance,
             decode=decode,
         )

@@ -81,17 +81,17 @@ def _recompute(
     """Recompute random samples that nothing else is wrong with; return their differences, and the problems of them."""
     from dspark_store.inspection.recomputing import (
         Recomputed,
-        device_called,
         differing,
         draw_samples,
         load_fresh_states,
     )
     from dspark_store.readers.cache import Cache
+    from dspark_store.target.device import device_named
     from dspark_store.target.source import TargetSource
 
     cache = Cache(storage, allow_incomplete=True)
     source = TargetSource(given.target_model, given.trust_remote_code)
-    states = load_fresh_states(cache, source, device_called(given.device))
+    states = load_fresh_states(cache, source, device_named(given.device))
     samples = draw_samples(cache, given.recompute, given.seed, found.hit)
     with Progress("recompute", len(samples), "samples") as bar:
         results = []

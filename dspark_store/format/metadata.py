@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
-from dspark_store.format.schema import group_document, metadata_bytes
+from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
 from dspark_store.format.storage import Storage
 
 ROOT_KEY = "zarr.json"
@@ -118,6 +119,23 @@ def _read_metadata(storage: Storage) -> StoreMetadata:
             f"the seal of the store at {storage} does not hold: a zarr.json in it was changed; {remedy(storage)}"
         )
     return StoreMetadata(record, nodes)
+
+
+def sealed_nodes(
+    attributes: Mapping[str, JsonValue], own: Nodes, found: Mapping[str, Mapping[str, JsonValue] | None]
+) -> Nodes | None:
+    """Return the nodes with which a root's seal holds; None: it holds with none.
+
+    They are what the layout gives, ``own``, but for columns that somebody has encoded anew, whose metadata is as
+    ``found``. So a node that was changed is told from a root that was: the seal holds over what the node should be.
+    """
+    others = {column: node for column in COLUMNS if (node := found[column]) not in (None, own[column])}
+    for count in range(len(others) + 1):
+        for chosen in combinations(others, count):
+            nodes = {**own, **{column: others[column] for column in chosen}}
+            if seal_digest(attributes, nodes) == attributes.get("seal"):
+                return nodes
+    return None
 
 
 def has_store(storage: Storage) -> bool:

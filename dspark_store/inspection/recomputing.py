@@ -16,7 +16,6 @@ from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import LAST
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
-from dspark_store.precompute.settings import can_hold_tensors
 from dspark_store.readers.cache import Cache
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.fingerprint import target_fingerprint
@@ -90,17 +89,6 @@ def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) 
         device, _count(manifest, "batch_size"), cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False
     )
     return FreshStates(cache, TargetCapture(model, cache.layer_ids), settings)
-
-
-def device_called(name: str | None) -> torch.device:
-    """Return the device of a name, by default CUDA where there is any; ValueError when there is none of that name."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is unknown: expected cpu, cuda or cuda:N") from error
-    if not can_hold_tensors(device):
-        raise ValueError(f"device {name!r} is not there: torch cannot make a tensor on it; use --device cpu")
-    return device
 
 
 def _cut(manifest: Manifest) -> int | None:

@@ -5,14 +5,52 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from dspark_store.precompute.progress import Progress
 
 if TYPE_CHECKING:
     from distributed import Client
 
 _CONNECT_SECONDS = 20
 _IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Who does something to every shard: ``threads`` of this process (None: one a core), or those of a dask scheduler.
+
+    See `map_shards`, which does it.
+    """
+
+    threads: int | None = None
+    scheduler: str | None = None
+
+    def each[Result](self, task: Callable[[int], Result], shards: Sequence[int]) -> Generator[tuple[int, Result]]:
+        """Yield every shard with its result, in any order."""
+        return map_shards(task, shards, threads=self.threads, scheduler=self.scheduler)
+
+    def in_order[Result](self, what: str, task: Callable[[int], Result], shards: Sequence[int]) -> list[Result]:
+        """Return the results in the order of the shards, with a bar that says ``what`` is done."""
+        results: dict[int, Result] = {}
+        with Progress(what, len(shards), "shards") as progress:
+            for shard, result in self.each(task, shards):
+                results[shard] = result
+                progress.advance(1)
+        return [results[shard] for shard in shards]
+
+    def encoders(self, shards: int) -> int:
+        """Return the threads that encode each of so many shards, where these are fewer than the threads there are."""
+        if self.scheduler is not None:
+            return 1
+        return max(1, (self.threads or cores()) // max(1, shards))
+
+
+def cores() -> int:
+    """Return how many processor cores this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def map_shards[Result](
@@ -33,7 +71,7 @@ def map_shards[Result](
     if scheduler is not None:
         yield from _on_cluster(task, shards, scheduler)
         return
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = threads or cores()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="shard")
     try:
         todo = iter(shards)

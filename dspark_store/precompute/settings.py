@@ -16,6 +16,7 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
 from dspark_store.precompute.arguments import setting as _setting
 from dspark_store.sources.specs import SpecValue, parse_source
+from dspark_store.target.device import device_named
 from dspark_store.target.load import COMPUTE_DTYPES
 from dspark_store.target.parallel import REDUCE_DTYPES
 
@@ -47,36 +48,6 @@ def _whole_number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError
     return int(value)
-
-
-def default_device() -> str:
-    """Return cuda where there is one, else cpu."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def index_of(device: torch.device) -> int | None:
-    """Return a device's index, None where it names just the kind of device."""
-    return cast("int | None", device.index)  # torch's stubs know no None
-
-
-def _check_cuda(device: torch.device) -> None:
-    if not torch.cuda.is_available():
-        raise ValueError(f"device '{device}' is not there: torch sees no CUDA device; use --device cpu")
-    count = torch.cuda.device_count()
-    index = index_of(device)
-    if index is not None and index >= count:
-        raise ValueError(
-            f"device '{device}' is not there: torch sees {count} CUDA devices; use --device cuda:{count - 1} or less"
-        )
-
-
-def can_hold_tensors(device: torch.device) -> bool:
-    """Make a tensor on a device, whose CUDA context this begins; tell whether that can be done."""
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return False
-    return device.type != "meta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +171,7 @@ class PrecomputeConfig:
 
         Nothing is allocated on a CUDA device, which may be another rank's: see ``rank_device``.
         """
-        name = self.device or default_device()
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"device {name!r} is unknown: expected cpu, cuda or cuda:N") from error
-        if device.type == "cuda":
-            _check_cuda(device)
-        elif not can_hold_tensors(device):
-            raise ValueError(f"device {name!r} is not there: torch cannot make a tensor on it; use --device cpu")
-        return device
+        return device_named(self.device)
 
     @property
     def resolved_backend(self) -> str:

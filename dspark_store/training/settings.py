@@ -11,7 +11,7 @@ import torch
 from dspark_store.draft.loss import LossWeights
 from dspark_store.draft.settings import MARKOV_KINDS
 from dspark_store.precompute.arguments import flag, setting
-from dspark_store.precompute.settings import default_device
+from dspark_store.target.device import device_named
 
 _AT_LEAST_ONE = (
     *("batch_size", "accumulate", "epochs", "max_steps", "num_anchors", "draft_layers", "block_size", "markov_rank"),
@@ -102,14 +102,7 @@ class TrainConfig:
     @property
     def resolved_device(self) -> torch.device:
         """The device to train on; ValueError when there is none of that name."""
-        name = self.device or default_device()
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"device {name!r} is unknown: expected cpu or cuda") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {name!r} is not there: torch sees no CUDA device; use --device cpu")
-        return device
+        return device_named(self.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:

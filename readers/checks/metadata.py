@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import cast
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
-from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, read_record, record_nodes
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, read_record, record_nodes, sealed_nodes
 from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
 from dspark_store.format.storage import Storage
@@ -66,7 +65,8 @@ def _check(storage: Storage) -> CheckedMetadata:
     nodes = {path: _parse(stored) for path, stored in texts.items()}
     attributes = cast("Mapping[str, Document]", root["attributes"])[ATTRIBUTE]  # read_record has looked
     problems = list(_check_root(root, attributes, text))
-    foreign = _sealed_foreign(attributes, expected, nodes)
+    sealed = sealed_nodes(attributes, expected, nodes)
+    foreign = None if sealed is None else frozenset(path for path in COLUMNS if sealed[path] != expected[path])
     believed = foreign is not None
     if foreign is None:
         problems.append(_root_problem("the seal does not hold: it was changed, or a column's that was re-encoded"))
@@ -141,22 +141,6 @@ def _check_node(
         yield problem("is not the one that was sealed")
     elif not _is_as_written(found, text):
         yield problem("is not the text that was written, though it says the same")
-
-
-def _sealed_foreign(
-    attributes: Document, expected: Nodes, nodes: Mapping[str, Document | None]
-) -> frozenset[str] | None:
-    """Return the columns with whose own metadata the seal holds, all else as the layout has it; None: it does not.
-
-    So a node that was changed is told from a root that was: the seal holds over what the node should be.
-    """
-    others = {column: found for column in COLUMNS if (found := nodes[column]) not in (None, expected[column])}
-    for count in range(len(others) + 1):
-        for chosen in combinations(others, count):
-            sealed = {**expected, **{column: others[column] for column in chosen}}
-            if seal_digest(attributes, sealed) == attributes.get("seal"):
-                return frozenset(chosen)
-    return None
 
 
 def _is_same(found: Document, expected: Document) -> bool:

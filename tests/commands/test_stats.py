@@ -107,3 +107,15 @@ def test_the_targets_tokenizer_is_found_by_itself(tmp_path, capsys):
     assert main(["stats", str(store)]) == 0
     assert "tokens are shown as ids" in capsys.readouterr().err
     assert main(["stats", str(store), "--tokenizer", str(target)]) == 2
+
+
+def test_an_output_that_cannot_be_made_is_told_of_before_the_pass(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dspark_store.commands.stats.measure_store", lambda *_, **__: pytest.fail("a pass was made"))
+    (tmp_path / "file").write_text("")
+    refused([store, "--output", tmp_path / "file" / "stats"], capsys)
+
+
+def test_a_damaged_store_leaves_no_folder_behind(store, tmp_path):
+    flip(store / "target_hidden_states" / "c.0.0.0", 30)
+    assert main(["stats", str(store), "--output", str(tmp_path / "new" / "stats")]) == 1
+    assert not (tmp_path / "new").exists()

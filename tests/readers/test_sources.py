@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from dspark_store import open_cache
@@ -7,29 +5,14 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.choice import Split, choose_samples
-from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import complete_store, settle_tokens
+from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import write_token_shard
-from tests.writers.small_store import BUFFER_BYTES, random_tokens, small_record, write_states
-
-ORIGINS = ((0, 1, 2, 1), (0, 2))
-NAMES = ("chats", "code", "papers")
+from tests.writers.small_store import BLENDED, build_blended, random_tokens, small_record
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    storage = LocalStorage(tmp_path_factory.mktemp("blended") / "store")
-    record = replace(small_record(), schema=replace(small_record().schema, sources=NAMES))
-    write_metadata(storage, record)
-    shards = [replace(random_tokens((9,) * len(part), shard), sources=part) for shard, part in enumerate(ORIGINS)]
-    for shard, rows in enumerate(shards):
-        write_token_shard(storage, record, shard, rows, cursor=0)
-    record = settle_tokens(storage, record)
-    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
-        for shard, rows in enumerate(shards):
-            write_states(storage, record, shard, rows.lengths, pipeline, tokens=rows.digest)
-    complete_store(storage, record)
-    return storage.root
+    return build_blended(tmp_path_factory.mktemp("blended") / "store")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +26,7 @@ def choose(cache, sources, **options):
 
 def test_a_sample_knows_its_source(cache):
     assert cache.source.tolist() == [0, 1, 2, 1, 0, 2]
-    assert [cache.sources[number] for number in cache.source[:3]] == list(NAMES)
+    assert [cache.sources[number] for number in cache.source[:3]] == list(BLENDED)
 
 
 def test_samples_are_chosen_by_source(cache):

@@ -1,6 +1,7 @@
 """A store of random states that is written in milliseconds, and its parts one at a time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ LAYER_IDS = (0, 1, 3)
 SHARED_SLOT = 2
 LENGTHS = (7, 16, 1, 12, 9, 16, 3, 5, 10, 2)
 BUFFER_BYTES = 1 << 20
+BLENDED = ("chats", "code", "papers")
+ORIGINS = ((0, 1, 2, 1), (0, 2))
 
 type States = tuple[list[torch.Tensor], torch.Tensor]
 
@@ -104,5 +107,21 @@ def write_small_store(
         for shard, part in enumerate(shards_of(lengths)):
             tokens = random_tokens(part, seed + shard).digest
             write_states(storage, record, shard, part, pipeline, tokens=tokens, seed=seed)
+    complete_store(storage, record)
+    return root
+
+
+def build_blended(root: Path) -> Path:
+    """Write a store that was made from three sources, `BLENDED`; `ORIGINS` has the source of every row by shard."""
+    storage = LocalStorage(root)
+    record = replace(small_record(), schema=replace(small_record().schema, sources=BLENDED))
+    write_metadata(storage, record)
+    shards = [replace(random_tokens((9,) * len(part), shard), sources=part) for shard, part in enumerate(ORIGINS)]
+    for shard, rows in enumerate(shards):
+        write_token_shard(storage, record, shard, rows, cursor=0)
+    record = settle_tokens(storage, record)
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        for shard, rows in enumerate(shards):
+            write_states(storage, record, shard, rows.lengths, pipeline, tokens=rows.digest)
     complete_store(storage, record)
     return root

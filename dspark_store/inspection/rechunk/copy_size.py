@@ -65,13 +65,13 @@ def refuse_small_disk(destination: LocalStorage, coming: int) -> None:
         )
 
 
-def is_tied(record: StoreRecord) -> bool:
+def shares_tables(record: StoreRecord) -> bool:
     """Tell whether a store's head is its embedding, of which the objects are then the same."""
     return HEAD in record.weights and record.checksums.get(HEAD) == record.checksums.get(EMBED)
 
 
 def _weight_bytes(record: StoreRecord) -> int:
-    tables = [shape for path, shape in record.weights.items() if path != HEAD or not is_tied(record)]
+    tables = [shape for path, shape in record.weights.items() if path != HEAD or not shares_tables(record)]
     return sum(prod(shape) for shape in tables) * record.schema.dtype.itemsize
 
 

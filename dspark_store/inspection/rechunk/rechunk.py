@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from dspark_store.format.metadata import has_store, read_seal, write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk.copy_plan import CopySettings, begun_copy, copy_record
 from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
-from dspark_store.inspection.rechunk.copy_size import CopySize, is_tied, refuse_small_disk
+from dspark_store.inspection.rechunk.copy_size import CopySize, refuse_small_disk, shares_tables
 from dspark_store.inspection.repair.uncommit import in_phase_states
-from dspark_store.inspection.shardwise import map_shards
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.undo import new_folders_undone, new_store_undone, retract_broken
 from dspark_store.readers.cache import Cache
@@ -36,32 +36,12 @@ from dspark_store.writers.weights import write_weights
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """Who copies: ``threads`` of this process (None: one a core), or the workers of a dask scheduler at an address."""
-
-    threads: int | None = None
-    scheduler: str | None = None
-
-    def each(self, task: Callable[[int], int | None], shards: Sequence[int], done: Callable[[int, int], None]) -> None:
-        """Run a task over shards; tell ``done`` of every shard and of what was returned for it."""
-        for shard, result in map_shards(task, shards, threads=self.threads, scheduler=self.scheduler):
-            done(shard, result or 0)
-
-    def encoders(self, shards: int) -> int:
-        """Return the threads that encode each of so many shards, where these are fewer than the threads there are."""
-        if self.scheduler is not None:
-            return 1
-        threads = self.threads or len(os.sched_getaffinity(0))
-        return max(1, threads // max(1, shards))
-
-
 def rechunk(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     settings: CopySettings,
     *,
-    workers: Workers = Workers(),
+    workers: Workers | None = None,
     take_over: bool = False,
 ) -> bool:
     """Copy a complete store under new settings; return False where the copy was complete before.
@@ -91,7 +71,7 @@ def rechunk(
             StoreLock(new, take_over=take_over) as lock,
             new_store_undone(new, lock.holder),
         ):
-            return _fill(cache, CopyTask(old, seal, new, wanted, lock.holder), workers)
+            return _fill(cache, CopyTask(old, seal, new, wanted, lock.holder), workers or Workers())
     except LostLockError as error:
         raise BlockingIOError(str(error)) from error
     except OSError as error:
@@ -156,7 +136,8 @@ def _settle(source: Cache, task: CopyTask, workers: Workers) -> StoreRecord:
     rows = task.record.schema.tokens.rows
     done = source.schema.num_samples - sum(len(rows(shard)) for shard in shards)
     with Progress("copy tokens", source.schema.num_samples, "samples", done) as progress:
-        workers.each(partial(copy_tokens, task), shards, lambda shard, _: progress.advance(len(rows(shard))))
+        for shard, _ in workers.each(partial(copy_tokens, task), shards):
+            progress.advance(len(rows(shard)))
     task.check()
     return settle_tokens(task.destination, task.record)
 
@@ -167,22 +148,18 @@ def _copy_states(source: Cache, task: CopyTask, shards: Sequence[int], workers: 
     total = size.raw(range(task.record.schema.tokens.num_shards))
     copied = stored = 0
     with Progress("copy states", total, "B", total - todo) as progress:
-
-        def done(shard: int, written: int) -> None:
-            nonlocal copied, stored
+        for shard, written in workers.each(partial(copy_states, task), shards):
             raw = size.raw([shard])
             copied, stored = copied + raw, stored + written
             coming = stored * (todo - copied) / max(1, copied)
             progress.advance(raw, f"{size_text(stored)} written, about {size_text(coming)} to come")
-
-        workers.each(partial(copy_states, task), shards, done)
 
 
 def _copy_weights(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRecord:
     with naming_source(task.source):
         tables = source.weights()
     task.check()
-    tied = is_tied(source.record)
+    tied = shares_tables(source.record)
     record = replace(record, head=source.record.head)  # a repair has forgotten it together with the tables
     record = write_weights(task.destination, record, tables.embed, tables.head, tables.bias, tied=tied)
     if not _same_weights(tables, read_weights(task.destination, record)):

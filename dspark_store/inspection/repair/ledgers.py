@@ -28,7 +28,7 @@ def mend_ledgers(mending: Mending) -> list[ShardEvidence]:
     """
     schema, complete = mending.schema, mending.record.complete
     shards = range(schema.tokens.num_shards)
-    found = mending.workers.map("ledger", partial(gather, mending.storage, mending.record), shards)
+    found = mending.workers.in_order("ledger", partial(gather, mending.storage, mending.record), shards)
     table, proved = _table(mending) if complete else (None, False)
     tokens, states = token_ledger(mending.storage), state_ledger(mending.storage, schema)
     rows: list[np.ndarray] = []

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import SealedRoot, mend_metadata
-from dspark_store.inspection.shardwise import map_shards
-from dspark_store.precompute.progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """Who looks at the shards: the threads of this process, or a dask cluster. See `map_shards`."""
-
-    threads: int | None = None
-    scheduler: str | None = None
-
-    def map[Result](self, what: str, task: Callable[[int], Result], shards: Sequence[int]) -> list[Result]:
-        """Return what ``task`` gives for each of the shards, in their order."""
-        results: dict[int, Result] = {}
-        with Progress(what, len(shards), "shards") as progress:
-            for shard, result in map_shards(task, shards, threads=self.threads, scheduler=self.scheduler):
-                results[shard] = result
-                progress.advance(1)
-        return [results[shard] for shard in shards]
+from dspark_store.inspection.shardwise import Workers
 
 
 @dataclass(slots=True)

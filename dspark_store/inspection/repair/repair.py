@@ -12,13 +12,14 @@ from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.repair.ledgers import mend_ledgers, mend_status
-from dspark_store.inspection.repair.mending import Mending, Workers
+from dspark_store.inspection.repair.mending import Mending
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
 from dspark_store.inspection.repair.tables import mend_weights
 from dspark_store.inspection.repair.tokenindex import mend_token_index
 from dspark_store.inspection.repair.tokenphase import mend_token_phase
 from dspark_store.inspection.repair.uncommit import sweep, uncommit
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.listing import check_strays
 from dspark_store.readers.checks.shard import ShardCheck, open_view
 from dspark_store.readers.checks.view import StoreView
@@ -150,7 +151,7 @@ def _mend_shards(mending: Mending) -> None:
     """Check every object of every shard; link what is good at its other place, note the shards of all else."""
     view = _view(mending, quick=False)
     shards = range(mending.schema.tokens.num_shards)
-    for shard, verdict in enumerate(mending.workers.map("verify", ShardCheck(view), shards)):
+    for shard, verdict in enumerate(mending.workers.in_order("verify", ShardCheck(view), shards)):
         for problem in verdict.problems:
             if problem.part in (Part.TOKENS, Part.TOKEN_LEDGER, Part.SHARD_SOURCES):
                 mending.spoil(mending.tokens, shard, str(problem))

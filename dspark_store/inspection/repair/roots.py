@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import combinations
-from typing import cast
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.digests import array_checksum
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import ATTRIBUTE, FORMAT_VERSION, StoreRecord, parse_record, seal_digest
-from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, record_nodes
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, record_nodes, sealed_nodes
 from dspark_store.format.schema import COLUMNS, IDS, MASK, ArraySpec, group_document, metadata_bytes
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import Storage
@@ -109,19 +107,8 @@ def read_sealed(storage: Storage, key: str) -> SealedRoot | None:
         own = record_nodes(record)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         return None
-    for nodes in _candidates(storage, own):
-        if attributes.get("seal") == seal_digest(attributes, nodes):
-            return SealedRoot(attributes, record, nodes)
-    return None
-
-
-def _candidates(storage: Storage, own: Nodes) -> Iterator[Nodes]:
-    """Yield what the seal may have been taken over: what the record gives, but for columns that were encoded anew."""
-    found = {path: _document(storage, node_key(path)) for path in COLUMNS}
-    others = {path: document for path, document in found.items() if document not in (None, own[path])}
-    for size in range(len(others) + 1):
-        for paths in combinations(others, size):
-            yield {**own, **{path: cast(Mapping[str, JsonValue], others[path]) for path in paths}}
+    nodes = sealed_nodes(attributes, own, {path: _document(storage, node_key(path)) for path in COLUMNS})
+    return None if nodes is None else SealedRoot(attributes, record, nodes)
 
 
 def _owns(storage: Storage, record: StoreRecord) -> bool:

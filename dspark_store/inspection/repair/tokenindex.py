@@ -67,7 +67,7 @@ def mend_token_index(mending: Mending) -> None:
     if mending.root.foreign & {IDS, MASK}:
         return
     shards = range(mending.schema.tokens.num_shards)
-    found = mending.workers.map("tokens", partial(read_tokens, mending.storage, mending.record), shards)
+    found = mending.workers.in_order("tokens", partial(read_tokens, mending.storage, mending.record), shards)
     for shard, tokens in enumerate(found):
         if tokens.damaged:
             mending.spoil(mending.tokens, shard, tokens.damaged)

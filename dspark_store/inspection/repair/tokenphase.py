@@ -21,7 +21,7 @@ def mend_token_phase(mending: Mending) -> None:
     storage, record = mending.storage, mending.record
     shards = token_ledger(storage).committed()
     digests: dict[int, str] = {}
-    found = mending.workers.map("tokens", partial(read_tokens, storage, record), shards)
+    found = mending.workers.in_order("tokens", partial(read_tokens, storage, record), shards)
     for shard, tokens in zip(shards, found, strict=True):
         if tokens.damaged or tokens.sourceless:
             mending.spoil(mending.tokens, shard, tokens.damaged or "the object with its sources is damaged")
@@ -29,7 +29,7 @@ def mend_token_phase(mending: Mending) -> None:
             digests[shard] = tokens.digest
     states = state_ledger(storage, mending.schema).committed()
     misfit = partial(_misfit, storage, record, digests)
-    for shard, problem in zip(states, mending.workers.map("states", misfit, states), strict=True):
+    for shard, problem in zip(states, mending.workers.in_order("states", misfit, states), strict=True):
         if problem:
             mending.spoil(mending.states, shard, problem)
 

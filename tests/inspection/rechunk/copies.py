@@ -1,7 +1,6 @@
 """A store and its copy side by side: what must be equal in both, to our reader and to stock zarr-python."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +8,13 @@ import zarr
 
 from dspark_store import open_cache
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.metadata import read_metadata, write_metadata
+from dspark_store.format.metadata import read_metadata
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.verify import verify_store
-from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import complete_store, settle_tokens
-from dspark_store.writers.tokens import write_token_shard
 from tests.stores import same_bits
-from tests.writers.small_store import BUFFER_BYTES, random_tokens, small_record, write_states
 
 MANIFEST: dict[str, JsonValue] = {
     "target_model": "a model",
@@ -70,22 +65,6 @@ def assert_zarr_agrees(source: Path, copy: Path) -> None:
 def contents(root: Path) -> dict[str, bytes]:
     """Return every file of a store by path."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def build_blended(root: Path) -> Path:
-    """Write a store that was made from three sources."""
-    storage, origins = LocalStorage(root), ((0, 1, 2, 1), (0, 2))
-    record = replace(small_record(), schema=replace(small_record().schema, sources=("chats", "code", "papers")))
-    write_metadata(storage, record)
-    shards = [replace(random_tokens((9,) * len(part), shard), sources=part) for shard, part in enumerate(origins)]
-    for shard, rows in enumerate(shards):
-        write_token_shard(storage, record, shard, rows, cursor=0)
-    record = settle_tokens(storage, record)
-    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
-        for shard, rows in enumerate(shards):
-            write_states(storage, record, shard, rows.lengths, pipeline, tokens=rows.digest)
-    complete_store(storage, record)
-    return root
 
 
 def phase_of(root: Path) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
+from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.shardwise import Workers
 from tests.inspection.rechunk.copies import OTHER
 
 COUNTED_CALLS = ("fsync", "replace", "link", "unlink", "mkdir")

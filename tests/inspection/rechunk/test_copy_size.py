@@ -5,7 +5,7 @@ import pytest
 from dspark_store import open_cache
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk.copy_plan import CopySettings, copy_record
-from dspark_store.inspection.rechunk.copy_size import CopySize, is_tied, refuse_small_disk
+from dspark_store.inspection.rechunk.copy_size import CopySize, refuse_small_disk, shares_tables
 from dspark_store.inspection.rechunk.rechunk import rechunk
 from tests.inspection.rechunk.copies import MANIFEST
 from tests.stores import Shape, build_store
@@ -71,4 +71,4 @@ def test_a_disk_is_too_small_by_one_byte(monkeypatch, source):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_is_the_embedding_is_known_by_its_bytes(tied, tmp_path):
-    assert is_tied(build_store(tmp_path, tied=tied).record) == tied
+    assert shares_tables(build_store(tmp_path, tied=tied).record) == tied

@@ -14,7 +14,8 @@ from dspark_store.format.schema import IDS, LAST, LAYERS, NO_RECORD
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk import copy_shards
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
+from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.states import StateShardWriter
 from tests.inspection.rechunk.copies import (
@@ -22,11 +23,11 @@ from tests.inspection.rechunk.copies import (
     OTHER,
     assert_copied,
     assert_zarr_agrees,
-    build_blended,
     contents,
 )
 from tests.readers.test_foreign import rewrite
 from tests.stores import build_store
+from tests.writers.small_store import build_blended
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk import copy_shards
 from dspark_store.inspection.rechunk import rechunk as rechunk_module
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import Workers, rechunk
+from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import publish_states

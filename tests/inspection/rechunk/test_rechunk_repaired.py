@@ -3,13 +3,8 @@
 import pytest
 
 from dspark_store.cli import main
-from tests.inspection.rechunk.copies import MANIFEST
+from tests.inspection.rechunk.copies import MANIFEST, contents
 from tests.stores import build_store, flip
-
-
-def contents(directory):
-    """Return the bytes of every file."""
-    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
