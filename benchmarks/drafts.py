@@ -24,6 +24,7 @@ from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.draft.model import DraftOutput
 from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.config import parse_arguments
+from dspark_store.training.journal import read_metrics
 from dspark_store.training.loop import Training, found_checkpoint
 from dspark_store.training.ranks import joined_ranks
 
@@ -67,17 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftResult:
     """Train one draft; return what it, its beginning and the best bigram are worth on the validation samples."""
-    own = ["--store", store, "--output-dir", str(output), "--seed", str(seed), "--validation-fraction", "0.1"]
-    config = parse_arguments([*own, *flags])
+    own = ["--store", store, "--output-dir", str(output), "--seed", str(seed)]
+    defaults = ["--validation-fraction", "0.1", "--validate-every", "100"]
+    config = parse_arguments([*defaults, *flags, *own])
     config.check()
     with joined_ranks(config.resolved_device) as ranks:
         training = Training(config, ranks, found_checkpoint(config, ranks))
-        untrained = training.validate()["tau"]
         added, bigram = best_bigram(training)
         training.run()
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained = [line["tau"] for line in lines if line["kind"] == "validation"][-1]
-    return DraftResult(seed, training.total, untrained, bigram, added, trained, training.watch.waiting_share)
+    validations = [line for line in read_metrics(output) if line["kind"] == "validation"]
+    untrained, trained = validations[0], validations[-1]
+    if untrained["step"] > 0:
+        raise ValueError("the untrained draft was not judged: give --validate-every a number of steps")
+    waited = training.watch.waiting_share
+    return DraftResult(seed, training.total, untrained["tau"], bigram, added, trained["tau"], waited)
 
 
 def best_bigram(training: Training) -> tuple[float, float]:

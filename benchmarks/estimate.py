@@ -14,27 +14,23 @@ from pathlib import Path
 from dspark_store import open_cache
 from dspark_store.inspection.estimate.forecast import forecast_job
 from dspark_store.precompute.config import config_from
-from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
 
 MEASURED = (0, 8, 16, 32, 64)
 _OF_MANIFEST = ("target_model", "seq_length", "shard_size", "batch_size", "dtype", "codec", "chunk_tokens")
 
 
-def config_of_store(cache: Cache) -> PrecomputeConfig:
-    """Return the settings that a store was made with, as far as they decide its size."""
+def settings_of_store(cache: Cache) -> dict[str, object]:
+    """Return the settings that a store was made with, as far as they decide its samples and its size."""
     manifest = cache.manifest
-    values = {name: manifest[name] for name in _OF_MANIFEST}
-    return config_from(
-        {
-            **values,
-            "input_data": manifest["train_data_path"],
-            "output_dir": ".",
-            "target_layer_ids": list(cache.layer_ids),
-            "shuffle_seed": manifest["shuffle_seed"],
-            "max_samples": len(cache),
-        }
-    )
+    return {
+        **{name: manifest[name] for name in _OF_MANIFEST},
+        "input_data": manifest["train_data_path"],
+        "output_dir": ".",
+        "target_layer_ids": list(cache.layer_ids),
+        "shuffle_seed": manifest["shuffle_seed"],
+        "max_samples": len(cache),
+    }
 
 
 def directory_bytes(place: Path) -> int:
@@ -52,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     print("| rows measured | estimate | off by | range | holds |")
     print("|---|---|---|---|---|")
     for rows in (*(rows for rows in MEASURED if rows < len(cache)), len(cache)):
-        total = forecast_job(config_of_store(cache), rows).chosen.total
+        total = forecast_job(config_from(settings_of_store(cache)), rows).chosen.total
         spread = (total.most - total.least) / 2 / total.expected
         holds = "yes" if total.least <= stored <= total.most else "no"
         off = total.expected / stored - 1

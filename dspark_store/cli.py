@@ -52,6 +52,7 @@ COMMANDS = {
     "diff": Entry("dspark_store.commands.diff", "compare two stores: identity, samples, states, weights"),
     "rechunk": Entry("dspark_store.commands.rechunk", "copy a store under other settings, verified"),
     "tokens": Entry("dspark_store.commands.tokens", "show what a target would be run over, or a report of it"),
+    "plot": Entry("dspark_store.commands.plot", "draw how trainings went: loss, tokens a step, acceptance"),
     "generate": Entry("dspark_store.commands.generate", "let a target answer prompts: chats in its own words"),
 }
 

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dspark_store.evaluation.decoder import Decoder
-from dspark_store.evaluation.judgement import Judgement, judge, prompts_of
+from dspark_store.evaluation.judgement import Judgement, judge, judge_sampled, prompts_of
+from dspark_store.evaluation.sampling import Sampler
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.world import one_line
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
         total = evaluate(given)
-        for line in summary(total):
+        for line in summary(total, given.temperature):
             print(line)
         return DIFFERS if total.differing else 0
     except (ValueError, OSError, ImportError) as error:
@@ -56,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def summary(total: Judgement) -> list[str]:
+def summary(total: Judgement, temperature: float) -> list[str]:
     """Return what a user is told."""
     apart = f"{total.differing} texts differ from the target's own, {total.near_ties} at a near tie"
     return [
         f"{total.tokens_per_step:.3f} tokens a step: {total.tokens:,} tokens in {total.steps:,} steps of the target",
-        f"{total.prompts} prompts: {apart}",
+        f"{total.prompts} prompts: {f'drawn at temperature {temperature:g}' if temperature else apart}",
     ]
 
 
@@ -73,6 +74,7 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     for name in ("samples", "max_new_tokens"):
         if getattr(given, name) < 1:
             raise ValueError(f"{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
+    Sampler(given.temperature)  # refuses one that cannot be
     found = checkpoints(Path(given.draft) / "checkpoints")
     if not found:
         raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")
@@ -88,8 +90,10 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     model = load_target(source, dtype=dtype, device=device)
     draft = load_draft(found[-1], *target_tables(cache, device, dtype))
     decoder, total = Decoder(model, place.layers), Judgement()
+    what = (decoder, draft, prompts, given.max_new_tokens, _stops(model))
+    judged = judge_sampled(*what, given.temperature, given.seed) if given.temperature else judge(*what)
     with Progress("evaluate", len(prompts), "prompts") as progress:
-        for one in judge(decoder, draft, prompts, given.max_new_tokens, _stops(model)):
+        for one in judged:
             total += one
             progress.advance(1, f"{total.tokens_per_step:.2f} tokens a step")
     return total
@@ -131,7 +135,7 @@ def _stops(model: PreTrainedModel) -> frozenset[int]:
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m dspark_store.evaluate",
-        description="Measure by greedy speculative decoding how many tokens a step of the target a draft gives.",
+        description="Measure by speculative decoding how many tokens a step of the target a draft gives.",
     )
     parser.add_argument("draft", help="the --output-dir of a training, whose newest checkpoint is taken")
     parser.add_argument("--target-model", required=True, help="the target: a hub id, a directory, or a .gguf file")
@@ -140,6 +144,10 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--samples", type=int, default=20, help="prompts, at most (default: 20)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens after each prompt (default: 128)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="draw tokens at this temperature (default: 0, the likeliest)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of those draws (default: 0)")
     parser.add_argument("--device", default="", help="where both run: cuda where there is one, else cpu")
     parser.add_argument(
         "--dtype", default="fp32", choices=("auto", *COMPUTE_DTYPES), help="what both compute in (default: fp32)"

@@ -1,4 +1,4 @@
-"""The target at work, greedily: token by token, or checking blocks that a draft proposes."""
+"""The target at work: greedily, token by token, or checking blocks that a draft proposes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dspark_store.draft.model import Draft
-from dspark_store.evaluation.proposer import accepted, propose
+from dspark_store.evaluation.proposer import propose
+from dspark_store.evaluation.sampling import Sampler
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.facts import head_facts, target_weights
 
@@ -69,26 +70,31 @@ class Decoder:
         return Greedy(tokens, margins)
 
     def speculate(
-        self, draft: Draft, prompt: Sequence[int], limit: int, stop: frozenset[int] = frozenset()
+        self,
+        draft: Draft,
+        prompt: Sequence[int],
+        limit: int,
+        stop: frozenset[int] = frozenset(),
+        sampler: Sampler | None = None,
     ) -> Speculated:
-        """Choose the same tokens by letting the draft propose and the target check, a block at a time.
+        """Choose up to ``limit`` tokens by letting the draft propose and the target check, a block at a time.
 
-        ValueError for a target whose cache cannot be cut back to what was accepted.
+        Without a sampler they are the ones of `greedy`. ValueError for a target whose cache cannot be cut back to what
+        was accepted.
         """
+        sampler = sampler or Sampler()
         past = DynamicCache(config=self._config)
         # else a sliding window forgets what a cut would bring back
         past.activate_past_recording()  # type: ignore[no-untyped-call]
         logits, states = self._run(prompt, past, 1)
-        tokens, steps = [int(logits[-1].argmax())], 0
+        tokens, steps = [sampler.draw(sampler.probabilities(logits[-1]))], 0
         while len(tokens) < limit and tokens[-1] not in stop:
-            proposed = propose(draft, states.to(draft.embed.dtype), tokens[-1])
+            proposal = propose(draft, states.to(draft.embed.dtype), tokens[-1], sampler)
             length = states.shape[1]
-            logits, more = self._run([tokens[-1], *proposed], past, 1 + len(proposed))
-            chosen = logits.argmax(-1).tolist()
-            kept = accepted(proposed, chosen)
-            self._cut(past, length + kept + 1)
-            states = torch.cat([states, more[:, : kept + 1]], dim=1)
-            fresh = chosen[: kept + 1]
+            logits, more = self._run([tokens[-1], *proposal.tokens], past, 1 + len(proposal.tokens))
+            fresh = sampler.judge(proposal, sampler.probabilities(logits))
+            self._cut(past, length + len(fresh))
+            states = torch.cat([states, more[:, : len(fresh)]], dim=1)
             ends = [place for place, token in enumerate(fresh) if token in stop]
             tokens += fresh[: ends[0] + 1] if ends else fresh
             steps += 1

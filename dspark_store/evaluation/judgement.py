@@ -10,6 +10,7 @@ import torch
 
 from dspark_store.draft.model import Draft
 from dspark_store.evaluation.decoder import Decoder, Greedy, Speculated
+from dspark_store.evaluation.sampling import Sampler
 from dspark_store.format.schema import IDS, MASK
 from dspark_store.readers.cache import Cache
 
@@ -51,11 +52,26 @@ class Judgement:
 def judge(
     decoder: Decoder, draft: Draft, prompts: Iterable[Sequence[int]], limit: int, stop: frozenset[int]
 ) -> Iterator[Judgement]:
-    """Yield each prompt's judgement, of up to ``limit`` tokens after it."""
+    """Yield each prompt's judgement, of up to ``limit`` tokens after it, chosen greedily."""
     near = NEAR[decoder.dtype]
     for prompt in prompts:
         own, speculated = decoder.greedy(prompt, limit, stop), decoder.speculate(draft, prompt, limit, stop)
         yield compare(own, speculated, near)
+
+
+def judge_sampled(
+    decoder: Decoder,
+    draft: Draft,
+    prompts: Iterable[Sequence[int]],
+    limit: int,
+    stop: frozenset[int],
+    temperature: float,
+    seed: int,
+) -> Iterator[Judgement]:
+    """Yield each prompt's judgement where tokens are drawn at a temperature: there is no text to compare with."""
+    for number, prompt in enumerate(prompts):
+        speculated = decoder.speculate(draft, prompt, limit, stop, Sampler(temperature, seed + number))
+        yield Judgement(prompts=1, tokens=max(0, len(speculated.tokens) - 1), steps=speculated.steps)
 
 
 def compare(own: Greedy, speculated: Speculated, near_tie: float = NEAR[torch.float32]) -> Judgement:

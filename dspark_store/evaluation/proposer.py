@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dspark_store.draft.anchors import Anchors
 from dspark_store.draft.blocks import Blocks
 from dspark_store.draft.model import Draft
+from dspark_store.evaluation.sampling import Proposal, Sampler
 
 
-def propose(draft: Draft, states: Tensor, token: int) -> list[int]:
-    """Return the K likeliest tokens after ``token``, each given the one before it.
+def propose(draft: Draft, states: Tensor, token: int, sampler: Sampler) -> Proposal:
+    """Return K tokens after ``token``, each drawn given the one before it.
 
     ``states`` (1, S, L * H) are those of the S tokens before ``token``, in the draft's dtype.
     """
@@ -22,6 +21,7 @@ def propose(draft: Draft, states: Tensor, token: int) -> list[int]:
         hidden = draft.hidden(states, _one_block(states.shape[1], token, size, device))[0, 0]
         logits = draft.head_logits(hidden)
         tokens: list[int] = []
+        rows: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(size):
             scores = logits[slot]
@@ -29,8 +29,9 @@ def propose(draft: Draft, states: Tensor, token: int) -> list[int]:
                 previous = torch.tensor(tokens[-1] if tokens else token, device=device)
                 bias, state = draft.markov.step(previous, hidden[slot], state)
                 scores = scores + bias
-            tokens.append(int(scores.argmax()))
-    return tokens
+            rows.append(sampler.probabilities(scores))
+            tokens.append(sampler.draw(rows[-1]))
+        return Proposal(tokens, torch.stack(rows))
 
 
 def _one_block(position: int, token: int, size: int, device: torch.device) -> Blocks:
@@ -40,13 +41,3 @@ def _one_block(position: int, token: int, size: int, device: torch.device) -> Bl
     previous = unknown.clone()
     previous[0, 0, 0] = token
     return Blocks(anchors, unknown, previous, unknown, unknown.bool())
-
-
-def accepted(proposed: Sequence[int], chosen: Sequence[int]) -> int:
-    """Return how many proposed tokens stand before the first that the target would not have chosen."""
-    count = 0
-    for one, other in zip(proposed, chosen, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

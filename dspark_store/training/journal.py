@@ -49,6 +49,25 @@ class Journal:
             self._board.close()
 
 
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines that a training wrote, in their order; none where there is no file.
+
+    ValueError, naming file and line, for one that no journal wrote.
+    """
+    path = directory / METRICS
+    return [_metrics_line(f"{path}:{number}", line) for number, line in enumerate(_whole_lines(path), 1)]
+
+
+def _metrics_line(place: str, line: str) -> dict[str, Any]:
+    try:
+        figures: dict[str, Any] = json.loads(line)
+        if figures["kind"] not in ("train", "validation") or not isinstance(figures["step"], int):
+            raise ValueError("neither kind nor step")
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{place} is no line of metrics of a training") from error
+    return figures
+
+
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines that were written to their end."""
     if not path.exists():

@@ -108,6 +108,8 @@ class Training:
         lines = [f"nothing is left to do: {learner.step} steps are done, of {self.total}"]
         try:
             if learner.step < self.total:
+                if learner.step == 0 and self.config.validate_every:  # what the draft is worth before it learns
+                    self.validate()
                 with Progress("train", self.total, "steps", learner.step, hidden=not self.ranks.leads) as progress:
                     while learner.step < self.total:
                         self._epoch(progress)

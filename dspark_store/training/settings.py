@@ -62,7 +62,9 @@ class TrainConfig:
     window_shards: int | None = setting("shuffle within windows of so many shards, for slow storage", None, type=int)
     min_supervised: int = setting("leave out samples with fewer supervised tokens", 2)
     validation_fraction: float = setting("share of the samples that are kept for validation, by content", 0.0)
-    validate_every: int = setting("steps between validations; 0 validates at the end only", 0)
+    validate_every: int = setting(
+        "steps between validations, the first before any step; 0 validates at the end only", 0
+    )
     checkpoint_every: int = setting("steps between checkpoints; 0 makes one at the end only", 0)
     keep_checkpoints: int = setting("newest checkpoints to keep", 2)
     resume: bool = setting("go on from the newest checkpoint in --output-dir", False)

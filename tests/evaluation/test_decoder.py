@@ -9,6 +9,7 @@ from dspark_store.draft.settings import DraftSettings
 from dspark_store.evaluation import decoder as decoder_module
 from dspark_store.evaluation.decoder import Decoder
 from dspark_store.evaluation.proposer import propose
+from dspark_store.evaluation.sampling import Proposal, Sampler
 from dspark_store.target.facts import head_facts, target_weights
 from tests.tiny import HIDDEN_SIZE, VOCAB_SIZE, tiny_gemma, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 
@@ -70,11 +71,12 @@ def test_a_draft_that_knows_the_text_gives_a_whole_block_a_step(monkeypatch):
     model = loud(tiny_llama())
     decoder = Decoder(model, LAYER_IDS)
     own = decoder.greedy(PROMPTS[0], 40).tokens
-    monkeypatch.setattr(decoder_module, "propose", lambda draft, states, token: own[place(states) :][:3])
 
-    def place(states):
-        return states.shape[1] - len(PROMPTS[0]) + 1
+    def perfect(draft, states, token, sampler):
+        tokens = own[states.shape[1] - len(PROMPTS[0]) + 1 :][:3]
+        return Proposal(tokens, torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB_SIZE).float())
 
+    monkeypatch.setattr(decoder_module, "propose", perfect)
     speculated = decoder.speculate(draft_of(model), PROMPTS[0], 33)
     assert speculated.tokens == own[:33]
     assert speculated.steps == 8
@@ -87,9 +89,9 @@ def test_the_draft_is_shown_the_states_that_the_target_would_have_alone(monkeypa
     decoder, seen = Decoder(model, LAYER_IDS), []
     real = propose
 
-    def noted(draft, states, token):
+    def noted(draft, states, token, sampler):
         seen.append((states.clone(), token))
-        return real(draft, states, token)
+        return real(draft, states, token, sampler)
 
     monkeypatch.setattr(decoder_module, "propose", noted)
     prompt = PROMPTS[0]
@@ -128,3 +130,24 @@ def test_of_a_prompt_only_the_last_logits_are_made(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", noted)
     decoder.greedy(PROMPTS[1], 3)
     assert rows == [1, 1, 1]
+
+
+def test_at_a_temperature_tokens_are_drawn_as_the_target_alone_would_draw_them():
+    """Two tokens, over many seeds, beside what the target gives; the vocabulary is counted in eight parts."""
+    model, temperature, seeds = loud(tiny_llama()), 2.0, 400
+    decoder, draft = Decoder(model, LAYER_IDS), draft_of(model)
+
+    def drawn(seed):
+        return decoder.speculate(draft, PROMPTS[0], 2, sampler=Sampler(temperature, seed)).tokens
+
+    texts = torch.tensor([drawn(seed) for seed in range(seeds)])
+    assert texts[7].tolist() == drawn(7)
+    after = torch.tensor([[*PROMPTS[0], token] for token in range(VOCAB_SIZE)])
+    with torch.no_grad():
+        rows = (model(after).logits[:, -2:] / temperature).softmax(-1)
+    first = rows[0, 0]
+    for place, shares in enumerate((first, first @ rows[:, 1])):
+        expected = shares.view(-1, 8).sum(0)
+        found = torch.bincount(texts[:, place] % 8, minlength=8) / seeds
+        assert expected.max() > 2 * expected.min()
+        assert bool(((found - expected).abs() < 4 * (expected * (1 - expected) / seeds).sqrt()).all())

@@ -53,10 +53,23 @@ def test_half_precision_is_no_error(trained, capsys, dtype):
     assert "2 prompts: 0 texts differ from the target's own" in capsys.readouterr().out
 
 
+def test_at_a_temperature_there_is_no_text_to_compare_with(trained, capsys):
+    first, second = told(trained, capsys, "--temperature", 1.5)
+    assert "tokens a step: 16 tokens in" in first
+    assert second == "2 prompts: drawn at temperature 1.5"
+    assert told(trained, capsys, "--temperature", 1.5) == [first, second]
+
+
+def told(trained, capsys, *more):
+    assert main(flags(trained, *more)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
 def test_mistakes_end_in_one_line(trained, tmp_path, capsys):
     target, store, draft = trained
     for words, named in (
         (flags(trained, "--samples", 0), "samples must be >= 1, got 0"),
+        (flags(trained, "--temperature", -1), "temperature is -1.0, expected a finite number, 0 or more"),
         (flags((target, store, tmp_path)), "has no checkpoint"),
         (flags((tmp_path / "none", store, draft)), "there is no such directory"),
     ):

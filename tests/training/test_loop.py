@@ -112,7 +112,7 @@ def test_metrics_of_steps_on_both_sides_of_a_checkpoint_are_those_of_one_run(sto
             run(tmp_path / "stopped", "--store", store, *WINDOWS)
     directory = run(tmp_path / "stopped", "--store", store, *WINDOWS, "--resume")
     assert [line["step"] for line in metrics(whole)] == [10, 20, 30]
-    assert [line["step"] for line in metrics(whole, "validation")] == [8, 16, 24, 30]
+    assert [line["step"] for line in metrics(whole, "validation")] == [0, 8, 16, 24, 30]
     assert metrics_so_far(directory) == metrics_so_far(whole)
 
 
@@ -195,8 +195,8 @@ def test_validation_samples_are_judged_and_not_trained_on(store, tmp_path):
     more = ("--validation-fraction", 0.3, "--validate-every", 2, "--max-steps", 4, "--learning-rate", 0)
     directory = run(tmp_path / "run", "--store", store, *more, "--warmup-ratio", 0, "--epochs", 9)
     lines = metrics(directory, "validation")
-    assert [line["step"] for line in lines] == [2, 4]
-    assert {**lines[0], "step": 4} == lines[1]  # nothing was learned at a rate of 0, and the anchors are the same
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert lines == [{**lines[0], "step": step} for step in (0, 2, 4)]  # at a rate of 0 nothing is learned
 
 
 def test_the_summary_tells_of_waiting_memory_and_tau(store, tmp_path, capsys):

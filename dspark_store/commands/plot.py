@@ -1,0 +1,31 @@
+"""``dspark-store plot``: a figure of how trainings went."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("trainings", nargs="+", help="the --output-dir of each training, one colour each")
+    parser.add_argument(
+        "--output", default="training.png", help="the figure to write, as its ending says: .png, .svg or .pdf"
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the figure and tell where it is; return 0.
+
+    ImportError without matplotlib, ValueError for a training without metrics.
+    """
+    try:
+        from dspark_store.training.curves import Curves, draw_curves
+    except ImportError as error:
+        raise ImportError("plot needs the package matplotlib: pip install 'dspark-store[plot]'") from error
+    trainings = [Curves.of(Path(training)) for training in given.trainings]
+    output = Path(given.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draw_curves(trainings, output)
+    print(f"written: {output}")
+    return 0

@@ -1,0 +1,88 @@
+"""Curves of trainings: loss, tokens a step of the target, and acceptance along a block, from their ``metrics.jsonl``.
+
+Needs matplotlib, the extra ``plot``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from dspark_store.training.journal import METRICS, read_metrics
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+_DPI = 130
+_SIZE = (13.0, 3.8)
+_PANELS = {"loss": "loss", "tau": "tau: tokens a step of the target"}
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What one training wrote: its lines of metrics while it learned, and those of its validations."""
+
+    name: str
+    training: Sequence[Line]
+    validations: Sequence[Line]
+
+    @classmethod
+    def of(cls, directory: Path) -> Curves:
+        """Read the metrics of a training's output directory. ValueError when it has none."""
+        lines = read_metrics(directory)
+        if not lines:
+            raise ValueError(f"{directory} has no {METRICS} with lines in it: give the --output-dir of a training")
+        kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "validation")}
+        return cls(directory.name or str(directory), kinds["train"], kinds["validation"])
+
+    @property
+    def acceptance(self) -> tuple[int, list[float]]:
+        """The step of the last validation, of the last line of training without one, and its acceptance by slot."""
+        last = (self.validations or self.training)[-1]
+        places = sorted(int(name.removeprefix("accept@")) for name in last if name.startswith("accept@"))
+        return int(last["step"]), [float(last[f"accept@{place}"]) for place in places]
+
+
+def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
+    """Draw trainings into one figure; the ending of ``path`` says in which format. ValueError for an unknown ending."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
+    for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
+        for at, curves in enumerate(trainings):
+            colour = _COLOURS[at % len(_COLOURS)]
+            axes.plot(*_points(curves.training, name), color=colour, alpha=0.45, label=f"{curves.name}, training")
+            if curves.validations:
+                points = _points(curves.validations, name)
+                axes.plot(*points, color=colour, marker="o", label=f"{curves.name}, validation")
+        _finish(axes, title, "step")
+    for at, curves in enumerate(trainings):
+        step, accepted = curves.acceptance
+        label = f"{curves.name}, step {step}"
+        by_slot.plot(range(1, len(accepted) + 1), accepted, color=_COLOURS[at % len(_COLOURS)], marker="o", label=label)
+    by_slot.set_ylim(bottom=0)
+    by_slot.xaxis.get_major_locator().set_params(integer=True)
+    _finish(by_slot, "acceptance by place in the block", "place")
+    partial = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        figure.savefig(partial, dpi=_DPI)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _points(lines: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and values; a line of which there was nothing to count has no such value."""
+    told = [line for line in lines if name in line]
+    return [int(line["step"]) for line in told], [float(line[name]) for line in told]
+
+
+def _finish(axes: Any, title: str, below: str) -> None:  # noqa: ANN401 - matplotlib is untyped
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(below)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
