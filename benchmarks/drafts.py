@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.bigram import Bigram
 from dspark_store.draft.blocks import draw_blocks
+from dspark_store.draft.distance import SlotTerms
 from dspark_store.draft.keys import sample_keys
 from dspark_store.draft.loss import loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
-from dspark_store.draft.model import DraftOutput
 from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.config import parse_arguments
 from dspark_store.training.journal import read_metrics
@@ -103,10 +103,10 @@ def _tau(training: Training, bigram: Bigram, added: float) -> float:
         blocks = draw_blocks(ids, batch[MASK], keys, num_anchors=config.num_anchors, block_size=config.block_size)
         previous = blocks.previous.cpu().numpy()
         logits = torch.from_numpy(bigram.log_probabilities(previous.ravel(), added)).view(*previous.shape, -1)
-        output = DraftOutput(logits.to(device), None)
         with torch.no_grad():
             teacher = draft.teacher_logits(batch[LAST].to(config.compute_dtype), blocks)
-            found: DraftCounts = draft_counts(output, loss_sums(output, teacher, blocks), blocks)
+            terms = SlotTerms.of_logits(logits.to(device), teacher, blocks)
+            found: DraftCounts = draft_counts(None, loss_sums(terms, None, blocks), blocks)
         counts = found if counts is None else counts + found
     training.data.validation.set_epoch(0)
     if counts is None:

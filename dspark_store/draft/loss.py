@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_store.draft.blocks import Blocks
-from dspark_store.draft.distance import cross_entropy, l1_distance
-from dspark_store.draft.model import DraftOutput
+from dspark_store.draft.distance import SlotTerms
 
 _EPSILON = 1e-6
 
@@ -35,7 +34,8 @@ class LossSums:
     """The terms of one micro-batch, summed and not yet divided.
 
     ``weight`` is the sum of the slots' weights, which divides all terms. ``accept`` (B, N, K), detached, is how likely
-    speculative sampling is to accept each slot's token, ``slot_weights`` (B, N, K) fp32 what the slot counts.
+    speculative sampling is to accept each slot's token, 0 for one that does not count, ``slot_weights`` (B, N, K) fp32
+    what the slot counts.
     """
 
     cross_entropy: Tensor
@@ -75,20 +75,17 @@ def slot_weights(supervised: Tensor, gamma: float | None) -> Tensor:
     return weights * torch.exp(-slots / gamma)
 
 
-def loss_sums(output: DraftOutput, teacher: Tensor, blocks: Blocks, gamma: float | None = None) -> LossSums:
-    """Return the terms of a micro-batch, given the teacher's logits (B, N, K, V)."""
+def loss_sums(terms: SlotTerms, confidence: Tensor | None, blocks: Blocks, gamma: float | None = None) -> LossSums:
+    """Return the terms of a micro-batch, given those of its slots and the logits (B, N, K) of their confidence."""
     weights = slot_weights(blocks.supervised, gamma)
-    crossed = cross_entropy(output.logits, blocks.labels)
-    distances = l1_distance(output.logits, teacher)
-    accept = (1 - distances.detach() / 2).clamp(0, 1)
-    confidence: Tensor | None = None
-    if output.confidence is not None:
-        errors = F.binary_cross_entropy_with_logits(output.confidence.float(), accept, reduction="none")
-        confidence = (weights * errors).sum()
+    accept = blocks.supervised * (1 - terms.distance.detach() / 2).clamp(0, 1)
+    unsure: Tensor | None = None
+    if confidence is not None:
+        unsure = (weights * F.binary_cross_entropy_with_logits(confidence.float(), accept, reduction="none")).sum()
     return LossSums(
-        cross_entropy=(weights * crossed).sum(),
-        distance=(weights * distances).sum(),
-        confidence=confidence,
+        cross_entropy=(weights * terms.cross_entropy).sum(),
+        distance=(weights * terms.distance).sum(),
+        confidence=unsure,
         weight=weights.sum(),
         accept=accept,
         slot_weights=weights,

@@ -24,15 +24,7 @@ class MarkovHead(nn.Module):
         self.to_vocab = nn.Linear(self.rank, settings.vocab_size, bias=False)
 
     def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the bias (..., K, V) for previous tokens (..., K) and the slots' hidden states (..., K, H)."""
-        return cast(Tensor, self.to_vocab(self.latents(previous, hidden)))
-
-    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents (..., K, r) of whole blocks."""
-        return self.latent(previous, hidden)
-
-    def latent(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents of slots that do not depend on each other."""
+        """Return the latents (..., K, r) of whole blocks, of previous tokens (..., K) and hidden states (..., K, H)."""
         return cast(Tensor, self.table(previous))
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -40,7 +32,7 @@ class MarkovHead(nn.Module):
 
         ``previous`` is (...), ``hidden`` (..., H).
         """
-        return self.to_vocab(self.latent(previous, hidden)), state
+        return self.to_vocab(self(previous, hidden)), state
 
 
 class GatedMarkovHead(MarkovHead):
@@ -50,8 +42,8 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(settings)
         self.gate = nn.Linear(settings.hidden_size + self.rank, self.rank)
 
-    def latent(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents of slots that do not depend on each other."""
+    def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Return the latents (..., K, r) of whole blocks, of previous tokens (..., K) and hidden states (..., K, H)."""
         row = self.table(previous)
         return cast(Tensor, torch.sigmoid(self.gate(torch.cat([hidden, row], dim=-1))) * row)
 
@@ -63,7 +55,7 @@ class RecurrentMarkovHead(MarkovHead):
         super().__init__(settings)
         self.cell = nn.Linear(2 * self.rank + settings.hidden_size, 3 * self.rank)
 
-    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """Return the latents (..., K, r) of whole blocks."""
         state: Tensor | None = None
         latents = []

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dspark_store.draft.blocks import Blocks
 from dspark_store.draft.loss import LossSums
-from dspark_store.draft.model import DraftOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +62,19 @@ class DraftCounts:
         return {name: float(sum_ / count) for name, (sum_, count) in figures.items() if count > 0}
 
 
-def draft_counts(output: DraftOutput, sums: LossSums, blocks: Blocks) -> DraftCounts:
-    """Count one micro-batch."""
+def draft_counts(confidence: Tensor | None, sums: LossSums, blocks: Blocks) -> DraftCounts:
+    """Count one micro-batch, given the logits (B, N, K) of its confidence."""
     supervised, accept = blocks.supervised.double(), sums.accept.double()
     accepted = accept * supervised
     live = blocks.live
     zero = accept.new_zeros(())
     error = bias = prefix = weight = zero
-    if output.confidence is not None:
+    if confidence is not None:
         weights = sums.slot_weights.double()
-        confidence = output.confidence.detach().double().sigmoid()
-        error = (weights * (confidence - accept).abs()).sum()
-        bias = (weights * (confidence - accept)).sum()
-        prefix = (weights * (confidence.cumprod(2) - accept.cumprod(2))).sum()
+        told = confidence.detach().double().sigmoid()
+        error = (weights * (told - accept).abs()).sum()
+        bias = (weights * (told - accept)).sum()
+        prefix = (weights * (told.cumprod(2) - accept.cumprod(2))).sum()
         weight = weights.sum()
     return DraftCounts(
         accept=accepted.sum((0, 1)),

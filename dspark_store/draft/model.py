@@ -23,9 +23,14 @@ _INITIAL_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """Logits (B, N, K, V) of the slots, and the logits (B, N, K) of their confidence where the draft has that head."""
+    """What a draft makes of the slots, from which their logits follow.
 
-    logits: Tensor
+    ``hidden`` (B, N, K, H), the ``latents`` (B, N, K, r) of the Markov head and the logits (B, N, K) of the
+    ``confidence``, each where the draft has that head.
+    """
+
+    hidden: Tensor
+    latents: Tensor | None
     confidence: Tensor | None
 
 
@@ -71,17 +76,27 @@ class Draft(nn.Module):
         return self.parameters()
 
     def forward(self, states: Tensor, blocks: Blocks, packing: Packing | None = None) -> DraftOutput:
-        """Return the slots' logits for the states (B, S, L * H) of the captured layers, in the draft's dtype.
+        """Return what the draft makes of the states (B, S, L * H) of the captured layers, in the draft's dtype.
 
         Flex attention is used on CUDA, SDPA under a dense mask elsewhere and for few slots.
         """
         hidden = self.hidden(states, blocks, packing)
-        logits = self.head_logits(hidden)
+        latents: Tensor | None = None
         row: Tensor | None = None
         if self.markov is not None:
-            logits = logits + self.markov(blocks.previous, hidden)
+            latents = self.markov(blocks.previous, hidden)
             row = self.markov.table(blocks.previous) if self.settings.confidence_sees_markov else None
-        return DraftOutput(logits, None if self.confidence is None else self.confidence(hidden, row))
+        return DraftOutput(hidden, latents, None if self.confidence is None else self.confidence(hidden, row))
+
+    def logits(self, output: DraftOutput) -> Tensor:
+        """Return the logits (B, N, K, V) of all slots at once, which is more than training has memory for."""
+        latents = () if output.latents is None else (output.latents,)
+        return self.slot_logits(output.hidden, *latents)
+
+    def slot_logits(self, hidden: Tensor, latents: Tensor | None = None) -> Tensor:
+        """Return the logits (..., V) of slots, of their hidden states (..., H) and Markov latents (..., r)."""
+        logits = self.head_logits(hidden)
+        return logits if latents is None or self.markov is None else logits + self.markov.to_vocab(latents)
 
     def hidden(self, states: Tensor, blocks: Blocks, packing: Packing | None = None) -> Tensor:
         """Return the hidden states (B, N, K, H) of the slots."""
@@ -112,12 +127,15 @@ class Draft(nn.Module):
         cap = self.settings.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def teacher_logits(self, last: Tensor, blocks: Blocks) -> Tensor:
-        """Return the target's own logits (B, N, K, V) for the labels, from its last hidden states (B, S, H)."""
+    def teacher_states(self, last: Tensor, blocks: Blocks) -> Tensor:
+        """Return the target's own states (B, N, K, H) before the labels, of its last hidden states (B, S, H)."""
         sources = blocks.sources.flatten(1)[:, :, None].expand(-1, -1, last.shape[2])
-        states = torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
+        return torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
+
+    def teacher_logits(self, last: Tensor, blocks: Blocks) -> Tensor:
+        """Return the target's own logits (B, N, K, V) for the labels of all slots at once."""
         with torch.no_grad():
-            return self.head_logits(states)
+            return self.head_logits(self.teacher_states(last, blocks))
 
 
 def _positions(blocks: Blocks, width: int, packing: Packing | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions of logits, a piece of the tokens at a time: what they make of a whole vocabulary is never held for all."""
+"""Functions of whole vocabularies, a piece of the tokens at a time, so that no vocabulary is held for all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 PIECE_TOKENS = 128
 
 
-def by_pieces(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, size: int) -> Tensor:
-    """Return ``function`` (n,) of each ``size`` rows of two tensors (T, ...), one after the other: (T,).
+def by_pieces(function: Callable[..., Tensor], size: int, *tensors: Tensor) -> Tensor:
+    """Return ``function`` (m, n) of each n = ``size`` rows of all tensors (T, ...), side by side: (m, T).
 
     What it makes on its way is made anew in the backward pass.
     """
-    pairs = zip(torch.split(first, size), torch.split(second, size), strict=True)
-    parts = [checkpoint(function, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-    return torch.cat(parts)
+    pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+    parts = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.cat(parts, dim=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dspark_store.draft.blocks import Blocks, draw_blocks
+from dspark_store.draft.distance import slot_terms
 from dspark_store.draft.keys import sample_keys
 from dspark_store.draft.loss import LossSums, loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
@@ -128,8 +129,8 @@ class Learner:
         states, last = (batch[name].to(device, dtype) for name in (LAYERS, LAST))
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             output: DraftOutput = (self._model if model is None else model)(states, blocks)
-            teacher = self.draft.teacher_logits(last, blocks)
-        return output, loss_sums(output, teacher, blocks, config.gamma), blocks
+            terms = slot_terms(self.draft, output, last, blocks)
+        return output, loss_sums(terms, output.confidence, blocks, config.gamma), blocks
 
     @contextmanager
     def _sharing(self, share: bool) -> Iterator[None]:
@@ -141,7 +142,7 @@ class Learner:
 def _judged(loss: Tensor, output: DraftOutput, sums: LossSums, blocks: Blocks) -> Judged:
     means = sums.means()
     terms = [loss.detach(), *(means.get(name, torch.zeros_like(loss.detach())) for name in TERMS[1:])]
-    return Judged(1, torch.stack(terms).double(), draft_counts(output, sums, blocks))
+    return Judged(1, torch.stack(terms).double(), draft_counts(output.confidence, sums, blocks))
 
 
 def nothing_judged(config: TrainConfig, device: torch.device) -> Judged:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from dspark_store.draft.blocks import Blocks, Packing, draw_blocks
+from dspark_store.draft.distance import slot_terms
 from dspark_store.draft.keys import generated_keys
+from dspark_store.draft.loss import loss_sums
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings
 
@@ -68,6 +70,12 @@ def tiny_batch(mask=None, rows=2, width=16, num_anchors=5, block_size=4, seed=0,
     keys = generated_keys(rows, width, random)
     blocks = draw_blocks(ids, mask, keys, num_anchors=num_anchors, block_size=block_size, doc_remaining=remaining)
     return Batch(ids, mask, states, last, blocks, packing)
+
+
+def sums_of(draft, batch, gamma=None):
+    """The terms of the loss of a batch."""
+    output = draft(batch.states, batch.blocks, batch.packing)
+    return loss_sums(slot_terms(draft, output, batch.last, batch.blocks), output.confidence, batch.blocks, gamma)
 
 
 def packed(*lengths):

@@ -4,14 +4,16 @@ import torch
 
 from dspark_store.draft.anchors import Anchors
 from dspark_store.draft.blocks import Blocks
-from dspark_store.draft.model import DraftOutput
+from dspark_store.draft.distance import SlotTerms
+from dspark_store.draft.loss import loss_sums
 
 TEACHER = torch.tensor([0.25, 0.75]).log().expand(1, 1, 3, 2)
+DRAFT = torch.tensor([0.75, 0.25]).log().expand(1, 1, 3, 2)
+UNSURE = torch.zeros(1, 1, 3)
 
 
-def hand_output(confidence=(0.0, 0.0, 0.0), *, draft=(0.75, 0.25)):
-    logits = torch.tensor(draft).log().expand(1, 1, 3, 2)
-    return DraftOutput(logits, None if confidence is None else torch.tensor([[list(confidence)]]))
+def hand_sums(blocks, gamma=None, *, logits=DRAFT, confidence=UNSURE):
+    return loss_sums(SlotTerms.of_logits(logits, TEACHER, blocks), confidence, blocks, gamma)
 
 
 def hand_blocks(*supervised):

@@ -3,10 +3,9 @@ import math
 import pytest
 import torch
 
-from dspark_store.draft.loss import LossWeights, loss_sums, slot_weights
-from dspark_store.draft.model import DraftOutput
-from tests.draft.drafts import tiny_batch, tiny_draft
-from tests.draft.oracle import TEACHER, hand_blocks, hand_output
+from dspark_store.draft.loss import LossWeights, slot_weights
+from tests.draft.drafts import sums_of, tiny_batch, tiny_draft
+from tests.draft.oracle import DRAFT, TEACHER, hand_blocks, hand_sums
 
 ALL = hand_blocks(1, 1, 1)
 TWO = hand_blocks(1, 1, 0)
@@ -15,13 +14,14 @@ TWO = hand_blocks(1, 1, 0)
 @pytest.mark.parametrize("gamma", [None, 4.0, 0.0, -1.0])
 @pytest.mark.parametrize("blocks", [ALL, TWO])
 def test_the_case_worked_out_by_hand(gamma, blocks):
-    sums = loss_sums(hand_output(), TEACHER, blocks, gamma)
+    sums = hand_sums(blocks, gamma)
     means = sums.means()
     assert float(means["cross_entropy"]) == pytest.approx(math.log(4 / 3), abs=1e-6)
     assert float(means["distance"]) == pytest.approx(1.0, abs=2e-6)
     assert float(means["confidence"]) == pytest.approx(math.log(2), abs=1e-6)
     assert float(sums.total(LossWeights())) == pytest.approx(1.621915, abs=3e-6)
-    assert sums.accept.flatten().tolist() == pytest.approx([0.5] * 3)
+    halves = [0.5 * counts for counts in blocks.supervised.flatten().tolist()]
+    assert sums.accept.flatten().tolist() == pytest.approx(halves, abs=1e-6)
 
 
 def test_slots_further_from_the_anchor_count_less():
@@ -32,9 +32,9 @@ def test_slots_further_from_the_anchor_count_less():
 
 
 def test_a_slot_that_does_not_count_is_in_no_sum():
-    far = hand_output().logits.clone()
+    far = DRAFT.clone()
     far[0, 0, 2] = torch.tensor([-50.0, 50.0])
-    sums = [loss_sums(DraftOutput(logits, None), TEACHER, TWO) for logits in (far, hand_output().logits)]
+    sums = [hand_sums(TWO, logits=logits, confidence=None) for logits in (far, DRAFT)]
     assert [float(each.total(LossWeights())) for each in sums] == pytest.approx([0.928768] * 2, abs=3e-6)
     assert float(sums[0].weight) == 2
 
@@ -42,33 +42,32 @@ def test_a_slot_that_does_not_count_is_in_no_sum():
 def test_cross_entropy_alone_is_its_mean_over_supervised_slots():
     batch = tiny_batch()
     draft = tiny_draft().requires_grad_(False)
-    output = draft(batch.states, batch.blocks)
-    loss = loss_sums(output, draft.teacher_logits(batch.last, batch.blocks), batch.blocks).total(
-        LossWeights(cross_entropy=1.0, distance=0.0, confidence=0.0)
-    )
+    loss = sums_of(draft, batch).total(LossWeights(cross_entropy=1.0, distance=0.0, confidence=0.0))
+    logits = draft.logits(draft(batch.states, batch.blocks))
     counts = batch.blocks.supervised
     labels = batch.blocks.labels[counts]
-    each = -output.logits[counts].log_softmax(-1)[torch.arange(len(labels)), labels]
+    each = -logits[counts].log_softmax(-1)[torch.arange(len(labels)), labels]
     assert float(loss) == pytest.approx(float(each.mean()), rel=1e-5)
 
 
 def test_a_draft_that_is_its_teacher_has_no_distance():
-    sums = loss_sums(DraftOutput(TEACHER.clone(), None), TEACHER, ALL)
+    sums = hand_sums(ALL, logits=TEACHER.clone(), confidence=None)
     assert float(sums.total(LossWeights(cross_entropy=0.0, distance=1.0))) == 0.0
     assert sums.accept.flatten().tolist() == [1.0] * 3
 
 
 def test_acceptance_is_one_less_the_total_variation():
     batch, draft = tiny_batch(), tiny_draft()
-    output, teacher = draft(batch.states, batch.blocks), draft.teacher_logits(batch.last, batch.blocks)
-    overlap = torch.minimum(output.logits.softmax(-1), teacher.softmax(-1)).sum(-1)
-    assert torch.allclose(loss_sums(output, teacher, batch.blocks).accept, overlap, atol=1e-5)
+    logits = draft.logits(draft(batch.states, batch.blocks))
+    teacher = draft.teacher_logits(batch.last, batch.blocks)
+    overlap = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
+    assert torch.allclose(sums_of(draft, batch).accept, overlap * batch.blocks.supervised, atol=1e-5)
 
 
 def test_confidence_is_taught_the_acceptance_and_does_not_teach_the_draft():
     confidence = torch.zeros(1, 1, 3, requires_grad=True)
-    logits = hand_output().logits.clone().requires_grad_()
-    sums = loss_sums(DraftOutput(logits, confidence), TEACHER, ALL)
+    logits = DRAFT.clone().requires_grad_()
+    sums = hand_sums(ALL, logits=logits, confidence=confidence)
     only = sums.total(LossWeights(cross_entropy=0.0, distance=0.0))
     (gradient,) = torch.autograd.grad(only, confidence, retain_graph=True)
     assert float(gradient.abs().max()) < 1e-6  # sigmoid(0) is the acceptance already
@@ -78,7 +77,7 @@ def test_confidence_is_taught_the_acceptance_and_does_not_teach_the_draft():
 
 def test_ranks_together_give_the_gradient_of_all_slots_together():
     """Two ranks of unlike numbers of slots: averaged losses over the ranks' common weight are the global ratio."""
-    parts = [loss_sums(hand_output(draft=(0.9, 0.1)), TEACHER, TWO), loss_sums(hand_output(), TEACHER, ALL)]
+    parts = [hand_sums(TWO, logits=torch.tensor([0.9, 0.1]).log().expand(1, 1, 3, 2)), hand_sums(ALL)]
     common = torch.stack([part.weight for part in parts]).mean()
     averaged = sum(float(part.total(LossWeights(), common)) for part in parts) / 2
     terms = sum(float(part.total(LossWeights())) * float(part.weight) for part in parts)

@@ -1,22 +1,22 @@
 import pytest
 import torch
 
+from dspark_store.draft.distance import slot_terms
 from dspark_store.draft.loss import loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from tests.draft.drafts import tiny_batch, tiny_draft
-from tests.draft.oracle import TEACHER, hand_blocks, hand_output
+from tests.draft.oracle import UNSURE, hand_blocks, hand_sums
 
 
-def counted(blocks, output=None, gamma=None):
-    output = output or hand_output()
-    return draft_counts(output, loss_sums(output, TEACHER, blocks, gamma), blocks)
+def counted(blocks, confidence=UNSURE, gamma=None):
+    return draft_counts(confidence, hand_sums(blocks, gamma, confidence=confidence), blocks)
 
 
 def tiny_counts(seed):
     batch, draft = tiny_batch(seed=seed), tiny_draft()
     output = draft(batch.states, batch.blocks)
-    sums = loss_sums(output, draft.teacher_logits(batch.last, batch.blocks), batch.blocks, 4.0)
-    return draft_counts(output, sums, batch.blocks), output, sums, batch.blocks
+    sums = loss_sums(slot_terms(draft, output, batch.last, batch.blocks), output.confidence, batch.blocks, 4.0)
+    return draft_counts(output.confidence, sums, batch.blocks), sums, batch.blocks
 
 
 def test_the_case_worked_out_by_hand():
@@ -34,17 +34,17 @@ def test_a_slot_that_does_not_count_gives_no_tokens():
 
 
 def test_confidence_that_is_too_high_is_told():
-    rates = counted(hand_blocks(1, 1, 1), hand_output((1000.0, 1000.0, 0.0))).rates()
+    rates = counted(hand_blocks(1, 1, 1), torch.tensor([[[1000.0, 1000.0, 0.0]]])).rates()
     assert rates["confidence_error"] == rates["confidence_bias"] == pytest.approx(1 / 3)
     assert rates["prefix_bias"] == pytest.approx((0.5 + 0.75 + (0.5 - 0.125)) / 3)
 
 
 def test_without_a_confidence_head_nothing_is_told_of_it():
-    assert "confidence_error" not in counted(hand_blocks(1, 1, 1), hand_output(None)).rates()
+    assert "confidence_error" not in counted(hand_blocks(1, 1, 1), None).rates()
 
 
 def test_tau_is_one_and_the_running_products_of_acceptance():
-    counts, _, sums, blocks = tiny_counts(0)
+    counts, sums, blocks = tiny_counts(0)
     total, live = 0.0, 0
     for accept, supervised in zip(sums.accept.flatten(0, 1), blocks.supervised.flatten(0, 1), strict=True):
         if not supervised.any():

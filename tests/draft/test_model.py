@@ -3,19 +3,22 @@ import torch
 
 from dspark_store.draft.anchors import Anchors
 from dspark_store.draft.blocks import blocks_at
-from dspark_store.draft.loss import LossWeights, loss_sums
+from dspark_store.draft.loss import LossWeights
 from dspark_store.draft.model import Draft
-from tests.draft.drafts import MARKOV_KINDS, SETTINGS, VOCAB, WIDTH, packed, tiny_batch, tiny_draft
+from tests.draft.drafts import MARKOV_KINDS, SETTINGS, VOCAB, WIDTH, packed, sums_of, tiny_batch, tiny_draft
 
 
 def outputs(draft, batch):
     return draft(batch.states, batch.blocks, batch.packing)
 
 
+def logits_of(draft, states, blocks, packing=None):
+    return draft.logits(draft(states, blocks, packing))
+
+
 def loss_and_gradients(draft, batch):
     draft.zero_grad()
-    sums = loss_sums(outputs(draft, batch), draft.teacher_logits(batch.last, batch.blocks), batch.blocks, 4.0)
-    loss = sums.total(LossWeights())
+    loss = sums_of(draft, batch, 4.0).total(LossWeights())
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in draft.parameters())]
 
@@ -24,10 +27,10 @@ def loss_and_gradients(draft, batch):
 def test_logits_teacher_and_confidence_have_a_value_for_each_slot(kind):
     draft, batch = tiny_draft(markov=kind), tiny_batch(num_anchors=8)
     output = outputs(draft, batch)
-    assert output.logits.shape == draft.teacher_logits(batch.last, batch.blocks).shape == (2, 8, 4, VOCAB)
+    assert draft.logits(output).shape == draft.teacher_logits(batch.last, batch.blocks).shape == (2, 8, 4, VOCAB)
     assert output.confidence is not None
     assert output.confidence.shape == (2, 8, 4)
-    assert output.logits.isfinite().all()
+    assert draft.logits(output).isfinite().all()
     assert output.confidence.isfinite().all()
 
 
@@ -39,12 +42,12 @@ def test_a_draft_without_a_confidence_head_gives_none():
 def test_a_block_alone_after_the_context_before_its_anchor_is_what_it_is_among_others(kind):
     """Nothing of other blocks, of the anchor's own state or of what comes after it gets into a block."""
     draft, batch = tiny_draft(markov=kind), tiny_batch(width=20)
-    together = outputs(draft, batch).logits
+    together = draft.logits(outputs(draft, batch))
     for row, block in batch.blocks.anchors.kept.nonzero().tolist():
         anchor = int(batch.blocks.anchors.positions[row, block])
         alone = Anchors(torch.tensor([[anchor]]), torch.tensor([[True]]))
         blocks = blocks_at(alone, batch.ids[row, None], batch.mask[row, None], 4)
-        logits = draft(batch.states[row, None, :anchor], blocks).logits
+        logits = logits_of(draft, batch.states[row, None, :anchor], blocks)
         assert torch.allclose(logits[0, 0], together[row, block], atol=1e-5)
 
 
@@ -53,7 +56,7 @@ def test_the_context_before_an_anchor_is_seen():
     assert batch.blocks.anchors.positions.tolist() == [[*range(11)]]
     states = batch.states.clone()
     states[0, 5] += 1
-    changed = (draft(states, batch.blocks).logits != outputs(draft, batch).logits).flatten(2).any(2)
+    changed = (draft(states, batch.blocks).hidden != outputs(draft, batch).hidden).flatten(2).any(2)
     assert changed.tolist() == [[anchor > 5 for anchor in range(11)]]
 
 
@@ -61,12 +64,12 @@ def test_a_packed_document_is_what_it_is_alone():
     packing = packed(9, 7)
     batch = tiny_batch(torch.ones(1, 16, dtype=torch.long), num_anchors=14, packing=packing)
     draft = tiny_draft()
-    together = outputs(draft, batch).logits[0, -6:]
+    together = draft.logits(outputs(draft, batch))[0, -6:]
     anchors = Anchors(torch.arange(6)[None], torch.ones(1, 6, dtype=torch.bool))
     blocks = blocks_at(anchors, batch.ids[:, 9:], batch.mask[:, 9:], 4)
     live = blocks.supervised[0]
     assert torch.equal(live, batch.blocks.supervised[0, -6:])
-    assert torch.allclose(draft(batch.states[:, 9:], blocks).logits[0][live], together[live], atol=1e-5)
+    assert torch.allclose(logits_of(draft, batch.states[:, 9:], blocks)[0][live], together[live], atol=1e-5)
 
 
 def test_a_row_of_one_document_gives_what_an_unpacked_one_gives():
