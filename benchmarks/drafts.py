@@ -72,16 +72,14 @@ def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftR
     defaults = ["--validation-fraction", "0.1", "--validate-every", "100"]
     config = parse_arguments([*defaults, *flags, *own])
     config.check()
+    if config.validate_every == 0:
+        raise ValueError("the untrained draft is not judged: give --validate-every a number of steps")
     with joined_ranks(config.resolved_device) as ranks:
         training = Training(config, ranks, found_checkpoint(config, ranks))
         added, bigram = best_bigram(training)
         training.run()
-    validations = [line for line in read_metrics(output) if line["kind"] == "validation"]
-    untrained, trained = validations[0], validations[-1]
-    if untrained["step"] > 0:
-        raise ValueError("the untrained draft was not judged: give --validate-every a number of steps")
-    waited = training.watch.waiting_share
-    return DraftResult(seed, training.total, untrained["tau"], bigram, added, trained["tau"], waited)
+    taus = [line.figures["tau"] for line in read_metrics(output) if line.kind == "validation"]
+    return DraftResult(seed, training.total, taus[0], bigram, added, taus[-1], training.watch.waiting_share)
 
 
 def best_bigram(training: Training) -> tuple[float, float]:
@@ -90,10 +88,11 @@ def best_bigram(training: Training) -> tuple[float, float]:
     samples = [int(sample) for sample in loader.samples]
     rows = [cache.read([sample], columns=(IDS,))[IDS][0, : cache.lengths[sample]].numpy() for sample in samples]
     bigram = Bigram.of(rows, training.learner.draft.settings.vocab_size)
-    return max(((added, _tau(training, bigram, added)) for added in ADDED), key=lambda pair: pair[1])
+    return max(((added, tau_of_bigram(training, bigram, added)) for added in ADDED), key=lambda pair: pair[1])
 
 
-def _tau(training: Training, bigram: Bigram, added: float) -> float:
+def tau_of_bigram(training: Training, bigram: Bigram, added: float) -> float:
+    """Return what a bigram is worth on the validation samples and anchors of a training."""
     config, draft, counts = training.config, training.learner.draft, None
     if training.data.validation is None:
         raise ValueError("there are no validation samples")

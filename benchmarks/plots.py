@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -78,7 +79,7 @@ def _heat_map(
     return path.name
 
 
-def _write_values(axes: Any, table: np.ndarray, middle: float) -> None:  # noqa: ANN401 - matplotlib is untyped
+def _write_values(axes: Axes, table: np.ndarray, middle: float) -> None:
     for (row, column), value in np.ndenumerate(table):
         text = f"{value:,.0f}" if value >= 20 else f"{value:.2f}"
         axes.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if value < middle else "black")

@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
-    0 the texts are the target's own, 1 one is not, 2 a mistake, 3 another error; each of these is told in one line.
+    0 the texts are the target's own, or drawn at a temperature, 1 one is not, 2 a mistake, 3 another error; each of
+    these is told in one line.
     """
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
@@ -67,14 +68,14 @@ def summary(total: Judgement, temperature: float) -> list[str]:
 
 
 def evaluate(given: argparse.Namespace) -> Judgement:
-    """Decode the prompts with and without the draft, and return what came of it.
+    """Decode the prompts with the draft, greedily also without it, and return what came of it.
 
     ValueError, OSError or ImportError for what a user can get wrong.
     """
     for name in ("samples", "max_new_tokens"):
         if getattr(given, name) < 1:
             raise ValueError(f"{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
-    Sampler(given.temperature)  # refuses one that cannot be
+    Sampler(given.temperature, given.seed)  # refuses what cannot be
     found = checkpoints(Path(given.draft) / "checkpoints")
     if not found:
         raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")

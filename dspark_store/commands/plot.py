@@ -17,14 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Write the figure and tell where it is; return 0.
 
-    ImportError without matplotlib, ValueError for a training without metrics.
+    ImportError without matplotlib, ValueError for a training without metrics and for an unknown ending.
     """
     try:
-        from dspark_store.training.curves import Curves, draw_curves
+        from dspark_store.training.curves import ENDINGS, Curves, draw_curves
     except ImportError as error:
         raise ImportError("plot needs the package matplotlib: pip install 'dspark-store[plot]'") from error
-    trainings = [Curves.of(Path(training)) for training in given.trainings]
     output = Path(given.output)
+    if output.suffix not in ENDINGS:
+        raise ValueError(f"--output {output} must end with one of {', '.join(ENDINGS)}")
+    trainings = [Curves.of(Path(training)) for training in given.trainings]
     output.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(trainings, output)
     print(f"written: {output}")

@@ -79,13 +79,14 @@ def loss_sums(terms: SlotTerms, confidence: Tensor | None, blocks: Blocks, gamma
     """Return the terms of a micro-batch, given those of its slots and the logits (B, N, K) of their confidence."""
     weights = slot_weights(blocks.supervised, gamma)
     accept = blocks.supervised * (1 - terms.distance.detach() / 2).clamp(0, 1)
-    unsure: Tensor | None = None
+    confidence_error: Tensor | None = None
     if confidence is not None:
-        unsure = (weights * F.binary_cross_entropy_with_logits(confidence.float(), accept, reduction="none")).sum()
+        errors = F.binary_cross_entropy_with_logits(confidence.float(), accept, reduction="none")
+        confidence_error = (weights * errors).sum()
     return LossSums(
         cross_entropy=(weights * terms.cross_entropy).sum(),
         distance=(weights * terms.distance).sum(),
-        confidence=unsure,
+        confidence=confidence_error,
         weight=weights.sum(),
         accept=accept,
         slot_weights=weights,

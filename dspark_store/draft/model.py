@@ -88,11 +88,6 @@ class Draft(nn.Module):
             row = self.markov.table(blocks.previous) if self.settings.confidence_sees_markov else None
         return DraftOutput(hidden, latents, None if self.confidence is None else self.confidence(hidden, row))
 
-    def logits(self, output: DraftOutput) -> Tensor:
-        """Return the logits (B, N, K, V) of all slots at once, which is more than training has memory for."""
-        latents = () if output.latents is None else (output.latents,)
-        return self.slot_logits(output.hidden, *latents)
-
     def slot_logits(self, hidden: Tensor, latents: Tensor | None = None) -> Tensor:
         """Return the logits (..., V) of slots, of their hidden states (..., H) and Markov latents (..., r)."""
         logits = self.head_logits(hidden)
@@ -133,7 +128,7 @@ class Draft(nn.Module):
         return torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
 
     def teacher_logits(self, last: Tensor, blocks: Blocks) -> Tensor:
-        """Return the target's own logits (B, N, K, V) for the labels of all slots at once."""
+        """Return the target's own logits (B, N, K, V) for the labels of all slots at once, more than training holds."""
         with torch.no_grad():
             return self.head_logits(self.teacher_states(last, blocks))
 

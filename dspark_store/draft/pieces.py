@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,5 +18,17 @@ def by_pieces(function: Callable[..., Tensor], size: int, *tensors: Tensor) -> T
     What it makes on its way is made anew in the backward pass.
     """
     pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-    parts = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    with _weights_cast_anew():
+        parts = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def _weights_cast_anew() -> Iterator[None]:
+    """Have autocast keep no copies of weights: the pieces' gradients would be summed in the dtype of the copy."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)

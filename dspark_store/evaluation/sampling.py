@@ -19,11 +19,16 @@ class Proposal:
 
 
 class Sampler:
-    """Draws tokens at a temperature, seeded; at temperature 0 the likeliest. ValueError for one that cannot be."""
+    """Draws tokens at a temperature, seeded; at temperature 0 the likeliest.
+
+    ValueError for a temperature or a seed that cannot be.
+    """
 
     def __init__(self, temperature: float = 0.0, seed: int = 0) -> None:
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature is {temperature}, expected a finite number, 0 or more")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed is {seed}, expected 0 to 2**64 - 1")
         self.temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -31,7 +36,8 @@ class Sampler:
         """Return what logits (..., V) are drawn with, fp32 (..., V): all of it on the likeliest at temperature 0."""
         if self.temperature == 0:
             return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        return (logits.float() / self.temperature).softmax(-1)
+        behind = logits.double() - logits.double().amax(-1, keepdim=True)  # whatever it is divided by, 0 stays 0
+        return (behind / self.temperature).softmax(-1).float()
 
     def draw(self, probabilities: Tensor) -> int:
         """Draw a token from (V,)."""

@@ -5,14 +5,16 @@ Needs matplotlib, the extra ``plot``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dspark_store.training.journal import METRICS, read_metrics
+from dspark_store.training.journal import METRICS, Metrics, read_metrics
+
+ENDINGS = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -20,16 +22,14 @@ _DPI = 130
 _SIZE = (13.0, 3.8)
 _PANELS = {"loss": "loss", "tau": "tau: tokens a step of the target"}
 
-Line = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What one training wrote: its lines of metrics while it learned, and those of its validations."""
+    """What one training wrote: its metrics while it learned, and those of its validations."""
 
     name: str
-    training: Sequence[Line]
-    validations: Sequence[Line]
+    training: Sequence[Metrics]
+    validations: Sequence[Metrics]
 
     @classmethod
     def of(cls, directory: Path) -> Curves:
@@ -37,19 +37,21 @@ class Curves:
         lines = read_metrics(directory)
         if not lines:
             raise ValueError(f"{directory} has no {METRICS} with lines in it: give the --output-dir of a training")
-        kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "validation")}
-        return cls(directory.name or str(directory), kinds["train"], kinds["validation"])
+        name = str(directory)
+        name = f"./{name}" if name.startswith("_") else name  # matplotlib's legends leave out what begins with _
+        kinds = ([line for line in lines if line.kind == kind] for kind in ("train", "validation"))
+        return cls(name, *kinds)
 
     @property
     def acceptance(self) -> tuple[int, list[float]]:
         """The step of the last validation, of the last line of training without one, and its acceptance by slot."""
         last = (self.validations or self.training)[-1]
-        places = sorted(int(name.removeprefix("accept@")) for name in last if name.startswith("accept@"))
-        return int(last["step"]), [float(last[f"accept@{place}"]) for place in places]
+        slots = sum(name.startswith("accept@") for name in last.figures)
+        return last.step, [last.figures[f"accept@{slot}"] for slot in range(slots)]
 
 
 def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
-    """Draw trainings into one figure; the ending of ``path`` says in which format. ValueError for an unknown ending."""
+    """Draw trainings into one figure, in the format that the ending of ``path`` names, which is one of `ENDINGS`."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
@@ -65,7 +67,7 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
         label = f"{curves.name}, step {step}"
         by_slot.plot(range(1, len(accepted) + 1), accepted, color=_COLOURS[at % len(_COLOURS)], marker="o", label=label)
     by_slot.set_ylim(bottom=0)
-    by_slot.xaxis.get_major_locator().set_params(integer=True)
+    by_slot.locator_params(axis="x", integer=True)
     _finish(by_slot, "acceptance by place in the block", "place")
     partial = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
@@ -75,13 +77,13 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _points(lines: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
+def _points(lines: Sequence[Metrics], name: str) -> tuple[list[int], list[float]]:
     """Return steps and values; a line of which there was nothing to count has no such value."""
-    told = [line for line in lines if name in line]
-    return [int(line["step"]) for line in told], [float(line[name]) for line in told]
+    told = [line for line in lines if name in line.figures]
+    return [line.step for line in told], [line.figures[name] for line in told]
 
 
-def _finish(axes: Any, title: str, below: str) -> None:  # noqa: ANN401 - matplotlib is untyped
+def _finish(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(below)
     axes.grid(alpha=0.3)

@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One line: its kind, train or validation, the step after which it was written, and its figures by name."""
+
+    kind: str
+    step: int
+    figures: Mapping[str, float]
 
 
 class Journal:
@@ -49,23 +59,24 @@ class Journal:
             self._board.close()
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
+def read_metrics(directory: Path) -> list[Metrics]:
     """Return the lines that a training wrote, in their order; none where there is no file.
 
     ValueError, naming file and line, for one that no journal wrote.
     """
     path = directory / METRICS
-    return [_metrics_line(f"{path}:{number}", line) for number, line in enumerate(_whole_lines(path), 1)]
+    return [_metrics(f"{path}:{number}", line) for number, line in enumerate(_whole_lines(path), 1)]
 
 
-def _metrics_line(place: str, line: str) -> dict[str, Any]:
+def _metrics(place: str, line: str) -> Metrics:
     try:
-        figures: dict[str, Any] = json.loads(line)
-        if figures["kind"] not in ("train", "validation") or not isinstance(figures["step"], int):
-            raise ValueError("neither kind nor step")
-    except (ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"{place} is no line of metrics of a training") from error
-    return figures
+        fields: dict[str, Any] = json.loads(line)
+        kind, step = fields.pop("kind"), fields.pop("step")
+        if kind not in ("train", "validation") or not isinstance(step, int):
+            raise ValueError(f"kind is {kind!r}, step {step!r}")
+        return Metrics(kind, step, {name: float(value) for name, value in fields.items()})
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{place} is no line of metrics of a training: {error!r}") from error
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -80,4 +91,4 @@ def _board(directory: Path, step: int) -> Any:  # noqa: ANN401 - of a package th
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:
         raise ImportError("--tensorboard needs the package tensorboard: pip install 'dspark-store[train]'") from error
-    return SummaryWriter(directory, purge_step=step + 1)
+    return SummaryWriter(directory, purge_step=step + 1 if step else 0)

@@ -2,12 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import drafts, online
+from benchmarks.bigram import Bigram
 from benchmarks.online import Summary
+from dspark_store.draft.blocks import draw_blocks
+from dspark_store.draft.keys import sample_keys
 from dspark_store.readers.cache import open_cache
+from dspark_store.training.config import parse_arguments
+from dspark_store.training.journal import read_metrics
+from dspark_store.training.loop import Training
+from dspark_store.training.ranks import Ranks
 from tests.precompute.jobs import precompute
 from tests.tiny import save_target_dir, tiny_llama, write_chats
 from tests.training.runs import DRAFT, MASK_TOKEN
@@ -29,18 +37,53 @@ def test_drafts_are_judged_untrained_and_trained_beside_a_bigram(store, tmp_path
     results = json.loads((tmp_path / "drafts.json").read_text())
     table = capsys.readouterr().out.splitlines()[-2:]
     for seed, result, row in zip((1, 2), results, table, strict=True):
-        lines = (tmp_path / "out" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-        taus = [line["tau"] for line in map(json.loads, lines) if line["kind"] == "validation"]
+        lines = read_metrics(tmp_path / "out" / f"seed-{seed}")
+        taus = [line.figures["tau"] for line in lines if line.kind == "validation"]
         assert [result["untrained"], result["trained"]] == [taus[0], taus[-1]]
         assert result["steps"] == 3
-        assert 1 <= result["bigram"] <= 4
-        assert row.split()[:2] == [str(seed), "3"]
-    assert results[0] != results[1]
+        assert row.split()[:5] == [
+            str(seed),
+            "3",
+            *(f"{result[name]:.3f}" for name in ("untrained", "bigram", "trained")),
+        ]
+    assert results[0]["trained"] != results[1]["trained"]
 
 
-def test_a_training_that_does_not_judge_the_untrained_draft_is_refused(store, tmp_path):
-    with pytest.raises(ValueError, match="the untrained draft was not judged"):
-        drafts.measure(str(store), tmp_path, 1, [*FLAGS[1:], "--validation-fraction", "0.4", "--validate-every", "0"])
+def test_a_bigram_that_knows_the_next_token_is_worth_what_the_target_gives_it(store, tmp_path, monkeypatch):
+    """Sure of the label in every slot, it is accepted with the target's own probability of the label."""
+    flags = ["--store", str(store), "--output-dir", str(tmp_path), *FLAGS[1:], "--validation-fraction", "0.4"]
+    config = parse_arguments(flags)
+    training = Training(config, Ranks(0, 1, torch.device("cpu")), None)
+    draft, asked, tokens, blocks_seen = training.learner.draft, [], 0.0, 0
+    assert training.data.validation is not None
+    for batch in training.data.validation:
+        keys = sample_keys(batch["sample"], batch["input_ids"].shape[1], seed=config.seed, epoch=0)
+        blocks = draw_blocks(
+            batch["input_ids"], batch["loss_mask"], keys, num_anchors=config.num_anchors, block_size=config.block_size
+        )
+        own = draft.teacher_logits(batch["target_last_hidden_states"], blocks).softmax(-1)
+        right = own.gather(-1, blocks.labels[..., None])[..., 0] * blocks.supervised
+        tokens += float(((1 + right.cumprod(2).sum(2)) * blocks.live).sum())
+        blocks_seen += int(blocks.live.sum())
+        asked.append(blocks.labels)
+    training.data.validation.set_epoch(0)
+    assert training._journal is not None
+    training._journal.close()
+
+    def sure(self, previous, added):
+        labels = asked.pop(0).ravel().numpy()
+        return np.log(np.eye(self.vocab_size, dtype=np.float32)[labels] + 1e-9)
+
+    monkeypatch.setattr(Bigram, "log_probabilities", sure)
+    assert drafts.tau_of_bigram(training, Bigram.of([], draft.settings.vocab_size), 1.0) == pytest.approx(
+        tokens / blocks_seen, rel=1e-4
+    )
+
+
+def test_a_training_that_does_not_judge_the_untrained_draft_is_refused_before_it_begins(store, tmp_path):
+    with pytest.raises(ValueError, match="the untrained draft is not judged"):
+        drafts.measure(str(store), tmp_path / "out", 1, [*FLAGS[1:], "--validate-every", "0"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_online_and_stored_trainings_are_told_beside_each_other(store, capsys):
@@ -48,7 +91,24 @@ def test_online_and_stored_trainings_are_told_beside_each_other(store, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 steps ")
     assert lines[-1].startswith("losses differ by at most ")
-    assert float(lines[-1].split()[-1]) < 1e-4
+
+
+@pytest.mark.parametrize(("loss", "code"), [(2.0, 0), (2.1, 1)])
+def test_what_was_saved_is_online_less_stored(store, capsys, monkeypatch, loss, code):
+    def trained(output, kind, *given):
+        live = kind == "--online"
+        output.mkdir()
+        line = {"kind": "train", "step": 1, "loss": loss if live else 2.0}
+        (output / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        return Summary(3, 50, 0.5, 2.5e9) if live else Summary(3, 20, 0.01, 1.5e9)
+
+    monkeypatch.setattr(online, "_trained", trained)
+    assert online.main([str(store), *FLAGS]) == code
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert words[1][-2:] == ["20", "50"]
+    assert words[2][-2:] == ["1.0%", "50.0%"]
+    assert words[3][-2:] == ["1,500", "2,500"]
+    assert words[5][:4] == ["memory", "saved:", "1,000", "MB;"]
 
 
 def test_the_weights_of_the_decoder_layers_are_counted(store):

@@ -60,11 +60,22 @@ def figures(monkeypatch):
 def test_the_curves_are_those_of_the_metrics(draft, other, tmp_path, figures):
     assert main(["plot", str(draft), str(other), "--output", str(tmp_path / "new" / "curves.png")]) == 0
     loss, tau, accepted = drawn(figures[0])
-    assert loss["draft, training"] == [(10, 0.3), (20, 0.15)]
-    assert loss["draft, validation"] == [(20, 0.15)]
-    assert loss["other, training"] == [(5, 2.0), (10, 0.3)]
-    assert tau["other, training"] == [(10, 2.0)]
-    assert accepted == {"draft, step 20": [(1, 0.25), (2, 0.125)], "other, step 10": []}
+    assert loss[f"{draft}, training"] == [(10, 0.3), (20, 0.15)]
+    assert loss[f"{draft}, validation"] == [(20, 0.15)]
+    assert loss[f"{other}, training"] == [(5, 2.0), (10, 0.3)]
+    assert tau[f"{other}, training"] == [(10, 2.0)]
+    assert accepted == {f"{draft}, step 20": [(1, 0.25), (2, 0.125)], f"{other}, step 10": []}
+
+
+def test_every_training_has_its_name_in_the_legend(tmp_path, monkeypatch, figures):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "draft", [line("train", 1)])
+    write_metrics(tmp_path / "_hidden", [line("train", 1)])
+    assert main(["plot", "a/draft", "b/draft", "_hidden"]) == 0
+    texts = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert texts == ["a/draft, training", "b/draft, training", "./_hidden, training"]
 
 
 def test_the_ending_says_the_format_and_nothing_else_is_left(draft, tmp_path, capsys):
@@ -75,9 +86,10 @@ def test_the_ending_says_the_format_and_nothing_else_is_left(draft, tmp_path, ca
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.pdf", "curves.png", "curves.svg", "draft"]
 
 
-def test_an_unknown_ending_is_refused(draft, tmp_path, capsys):
-    assert main(["plot", str(draft), "--output", str(tmp_path / "curves.xyz")]) == 2
-    assert "xyz" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["curves.xyz", "curves", ".png"])
+def test_an_unknown_ending_is_refused(draft, tmp_path, capsys, name):
+    assert main(["plot", str(draft), "--output", str(tmp_path / "new" / name)]) == 2
+    assert f"{name} must end with one of .png, .svg, .pdf" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
@@ -86,7 +98,9 @@ def test_a_directory_without_metrics_is_refused(tmp_path, capsys):
     assert "has no metrics.jsonl with lines in it: give the --output-dir of a training" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["{}", "no JSON", "[1]", '{"kind": "train", "step": "1"}'])
+@pytest.mark.parametrize(
+    "wrong", ["{}", "no JSON", "[1]", '{"kind": "train", "step": "1"}', '{"kind": "train", "step": 1, "loss": null}']
+)
 def test_a_file_of_something_else_is_refused_by_its_line(draft, wrong, capsys):
     with (draft / "metrics.jsonl").open("a") as file:
         file.write(wrong + "\n")

@@ -72,6 +72,12 @@ def tiny_batch(mask=None, rows=2, width=16, num_anchors=5, block_size=4, seed=0,
     return Batch(ids, mask, states, last, blocks, packing)
 
 
+def all_logits(draft, output):
+    """Logits (B, N, K, V) of all slots at once, which training does not make."""
+    latents = () if output.latents is None else (output.latents,)
+    return draft.slot_logits(output.hidden, *latents)
+
+
 def sums_of(draft, batch, gamma=None):
     """The terms of the loss of a batch."""
     output = draft(batch.states, batch.blocks, batch.packing)

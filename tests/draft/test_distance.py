@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from dspark_store.draft.distance import SlotTerms, compared, slot_terms
-from tests.draft.drafts import MARKOV_KINDS, random_, tiny_batch, tiny_draft
+from tests.draft.drafts import MARKOV_KINDS, all_logits, random_, tiny_batch, tiny_draft
 
 WIDE = 500
 
@@ -57,7 +57,7 @@ def test_slots_in_pieces_are_compared_as_their_whole_logits_are(kind, chunk):
         total = (weights * torch.stack([terms.cross_entropy, terms.distance])).sum()
         return torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
 
-    whole = SlotTerms.of_logits(draft.logits(output), draft.teacher_logits(batch.last, batch.blocks), batch.blocks)
+    whole = SlotTerms.of_logits(all_logits(draft, output), draft.teacher_logits(batch.last, batch.blocks), batch.blocks)
     pieces = slot_terms(draft, output, batch.last, batch.blocks, chunk)
     assert torch.allclose(pieces.distance, whole.distance, atol=1e-5)
     assert torch.allclose(pieces.cross_entropy, whole.cross_entropy, atol=1e-5)
@@ -108,6 +108,23 @@ def test_no_vocabulary_is_made_or_kept_for_more_slots_than_a_piece_has(monkeypat
     assert max(made) == 8
     assert max(set(saved) - parameters, default=0) < 8 * WIDE
     terms.distance.sum().backward()
+
+
+def test_in_bf16_the_gradients_of_pieces_are_summed_in_fp32():
+    """A copy of the weights that autocast kept for all pieces would sum them in bf16: 100 pieces lose two digits."""
+    draft, batch = tiny_draft(), tiny_batch(num_anchors=40, width=120, rows=4)
+    exact, rounded = (gradient_of_markov(draft, batch, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert int(batch.blocks.supervised.sum()) > 100
+    assert float((rounded - exact).norm() / exact.norm()) < 0.01
+
+
+def gradient_of_markov(draft, batch, dtype):
+    draft.zero_grad()
+    output = draft(batch.states, batch.blocks)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        terms = slot_terms(draft, output, batch.last, batch.blocks, 1)
+    terms.cross_entropy.sum().backward()
+    return draft.markov.to_vocab.weight.grad.clone()
 
 
 def test_without_a_slot_that_counts_there_is_nothing_and_its_gradient_is_nothing():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dspark_store.draft.loss import LossWeights, slot_weights
-from tests.draft.drafts import sums_of, tiny_batch, tiny_draft
+from tests.draft.drafts import all_logits, sums_of, tiny_batch, tiny_draft
 from tests.draft.oracle import DRAFT, TEACHER, hand_blocks, hand_sums
 
 ALL = hand_blocks(1, 1, 1)
@@ -43,7 +43,7 @@ def test_cross_entropy_alone_is_its_mean_over_supervised_slots():
     batch = tiny_batch()
     draft = tiny_draft().requires_grad_(False)
     loss = sums_of(draft, batch).total(LossWeights(cross_entropy=1.0, distance=0.0, confidence=0.0))
-    logits = draft.logits(draft(batch.states, batch.blocks))
+    logits = all_logits(draft, draft(batch.states, batch.blocks))
     counts = batch.blocks.supervised
     labels = batch.blocks.labels[counts]
     each = -logits[counts].log_softmax(-1)[torch.arange(len(labels)), labels]
@@ -58,7 +58,7 @@ def test_a_draft_that_is_its_teacher_has_no_distance():
 
 def test_acceptance_is_one_less_the_total_variation():
     batch, draft = tiny_batch(), tiny_draft()
-    logits = draft.logits(draft(batch.states, batch.blocks))
+    logits = all_logits(draft, draft(batch.states, batch.blocks))
     teacher = draft.teacher_logits(batch.last, batch.blocks)
     overlap = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
     assert torch.allclose(sums_of(draft, batch).accept, overlap * batch.blocks.supervised, atol=1e-5)

@@ -5,7 +5,7 @@ from dspark_store.draft.anchors import Anchors
 from dspark_store.draft.blocks import blocks_at
 from dspark_store.draft.loss import LossWeights
 from dspark_store.draft.model import Draft
-from tests.draft.drafts import MARKOV_KINDS, SETTINGS, VOCAB, WIDTH, packed, sums_of, tiny_batch, tiny_draft
+from tests.draft.drafts import MARKOV_KINDS, SETTINGS, VOCAB, WIDTH, all_logits, packed, sums_of, tiny_batch, tiny_draft
 
 
 def outputs(draft, batch):
@@ -13,7 +13,7 @@ def outputs(draft, batch):
 
 
 def logits_of(draft, states, blocks, packing=None):
-    return draft.logits(draft(states, blocks, packing))
+    return all_logits(draft, draft(states, blocks, packing))
 
 
 def loss_and_gradients(draft, batch):
@@ -27,10 +27,10 @@ def loss_and_gradients(draft, batch):
 def test_logits_teacher_and_confidence_have_a_value_for_each_slot(kind):
     draft, batch = tiny_draft(markov=kind), tiny_batch(num_anchors=8)
     output = outputs(draft, batch)
-    assert draft.logits(output).shape == draft.teacher_logits(batch.last, batch.blocks).shape == (2, 8, 4, VOCAB)
+    assert all_logits(draft, output).shape == draft.teacher_logits(batch.last, batch.blocks).shape == (2, 8, 4, VOCAB)
     assert output.confidence is not None
     assert output.confidence.shape == (2, 8, 4)
-    assert draft.logits(output).isfinite().all()
+    assert all_logits(draft, output).isfinite().all()
     assert output.confidence.isfinite().all()
 
 
@@ -42,7 +42,7 @@ def test_a_draft_without_a_confidence_head_gives_none():
 def test_a_block_alone_after_the_context_before_its_anchor_is_what_it_is_among_others(kind):
     """Nothing of other blocks, of the anchor's own state or of what comes after it gets into a block."""
     draft, batch = tiny_draft(markov=kind), tiny_batch(width=20)
-    together = draft.logits(outputs(draft, batch))
+    together = all_logits(draft, outputs(draft, batch))
     for row, block in batch.blocks.anchors.kept.nonzero().tolist():
         anchor = int(batch.blocks.anchors.positions[row, block])
         alone = Anchors(torch.tensor([[anchor]]), torch.tensor([[True]]))
@@ -64,7 +64,7 @@ def test_a_packed_document_is_what_it_is_alone():
     packing = packed(9, 7)
     batch = tiny_batch(torch.ones(1, 16, dtype=torch.long), num_anchors=14, packing=packing)
     draft = tiny_draft()
-    together = draft.logits(outputs(draft, batch))[0, -6:]
+    together = all_logits(draft, outputs(draft, batch))[0, -6:]
     anchors = Anchors(torch.arange(6)[None], torch.ones(1, 6, dtype=torch.bool))
     blocks = blocks_at(anchors, batch.ids[:, 9:], batch.mask[:, 9:], 4)
     live = blocks.supervised[0]

@@ -69,6 +69,7 @@ def test_mistakes_end_in_one_line(trained, tmp_path, capsys):
     target, store, draft = trained
     for words, named in (
         (flags(trained, "--samples", 0), "samples must be >= 1, got 0"),
+        (flags(trained, "--seed", 2**64), "expected 0 to 2**64 - 1"),
         (flags(trained, "--temperature", -1), "temperature is -1.0, expected a finite number, 0 or more"),
         (flags((target, store, tmp_path)), "has no checkpoint"),
         (flags((tmp_path / "none", store, draft)), "there is no such directory"),

@@ -5,7 +5,7 @@ from dspark_store.draft.anchors import Anchors
 from dspark_store.draft.blocks import blocks_at
 from dspark_store.evaluation.proposer import propose
 from dspark_store.evaluation.sampling import Sampler
-from tests.draft.drafts import LAYERS, MARKOV_KINDS, VOCAB, WIDTH, random_, tiny_draft
+from tests.draft.drafts import LAYERS, MARKOV_KINDS, VOCAB, WIDTH, all_logits, random_, tiny_draft
 
 
 @pytest.mark.parametrize("kind", MARKOV_KINDS)
@@ -19,7 +19,7 @@ def test_each_proposed_token_is_the_likeliest_that_training_would_give_after_the
     anchors = Anchors(torch.tensor([[9]]), torch.tensor([[True]]))
     wide = torch.cat([states, torch.randn(1, 5, LAYERS * WIDTH)], dim=1)
     output = draft(wide, blocks_at(anchors, ids, torch.ones_like(ids), 4))
-    assert draft.logits(output)[0, 0].argmax(-1).tolist() == proposed
+    assert all_logits(draft, output)[0, 0].argmax(-1).tolist() == proposed
 
 
 def test_drawn_tokens_come_with_the_probabilities_that_training_would_give_them():
@@ -29,7 +29,7 @@ def test_drawn_tokens_come_with_the_probabilities_that_training_would_give_them(
     ids = torch.cat([torch.zeros(9, dtype=torch.int64), torch.tensor([7, *proposal.tokens])])[None]
     anchors = Anchors(torch.tensor([[9]]), torch.tensor([[True]]))
     wide = torch.cat([states, torch.zeros(1, 5, LAYERS * WIDTH)], dim=1)
-    logits = draft.logits(draft(wide, blocks_at(anchors, ids, torch.ones_like(ids), 4)))[0, 0]
+    logits = all_logits(draft, draft(wide, blocks_at(anchors, ids, torch.ones_like(ids), 4)))[0, 0]
     assert torch.allclose(proposal.probabilities, (logits / 0.5).softmax(-1), atol=1e-6)
     assert proposal.tokens == propose(draft, states, 7, Sampler(0.5, seed=3)).tokens
     assert proposal.tokens != propose(draft, states, 7, Sampler(0.5, seed=4)).tokens

@@ -20,7 +20,7 @@ def test_at_temperature_1_tokens_are_drawn_from_the_softmax():
     sampler = Sampler(1.0)
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     rows = sampler.probabilities(logits)
-    assert torch.equal(rows, logits.softmax(-1))
+    assert torch.allclose(rows, logits.softmax(-1))
     assert {sampler.draw(row) for row in rows for _ in range(200)} == set(range(7))
 
 
@@ -28,6 +28,20 @@ def test_a_high_temperature_evens_out_and_a_low_one_sharpens():
     logits = torch.tensor([1.0, 2.0, 4.0])
     tops = [float(Sampler(temperature).probabilities(logits).max()) for temperature in (100.0, 1.0, 0.1)]
     assert tops == pytest.approx([0.34, 0.8438, 1.0], abs=0.005)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 1e30])
+def test_any_other_temperature_draws(temperature):
+    sampler = Sampler(temperature)
+    row = sampler.probabilities(torch.tensor([1.0, 80.0, 4.0]))
+    assert float(row.sum()) == pytest.approx(1)
+    assert sampler.draw(row) in range(3)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_cannot_be_is_refused(seed):
+    with pytest.raises(ValueError, match=r"expected 0 to 2\*\*64 - 1"):
+        Sampler(seed=seed)
 
 
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])

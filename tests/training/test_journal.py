@@ -31,6 +31,18 @@ def test_lines_past_the_step_that_is_gone_on_from_are_dropped_with_one_that_was_
     assert [line["step"] for line in written(tmp_path)] == [1, 2]
 
 
+def test_a_training_that_begins_again_leaves_nothing_of_the_one_before_on_the_board(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for loss in (1.0, 2.0):
+        journal = Journal(tmp_path, 0, tensorboard=True)
+        journal.write("validation", 0, {"loss": loss})
+        journal.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(0, 2.0)]
+
+
 def test_a_new_training_begins_a_new_file(tmp_path):
     for _ in range(2):
         journal = Journal(tmp_path, 0)
