@@ -23,7 +23,9 @@ from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.precompute.run import run
 from dspark_store.precompute.settings import PrecomputeConfig
-from dspark_store.target import TargetCapture, TargetSource, load_target
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
 
 SAMPLES, CHECKED, SEQ_LENGTH, BATCH_SIZE = 80, 8, 512, 4
 

@@ -25,7 +25,8 @@ from benchmarks.estimate import settings_of_store
 from dspark_store import open_cache
 from dspark_store.readers.cache import Cache
 from dspark_store.target.capture import find_base_model
-from dspark_store.target.load import load_target, resolve_compute_dtype
+from dspark_store.target.device import resolve_compute_dtype
+from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.journal import read_metrics
 

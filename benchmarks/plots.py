@@ -126,7 +126,7 @@ def size_against_speed(
     return path.name
 
 
-def _draw_case(axes: Any, case: ReadCase, measured: Mapping[Setting, Measured]) -> None:  # noqa: ANN401 - untyped
+def _draw_case(axes: Any, case: ReadCase, measured: Mapping[Setting, Measured]) -> None:  # noqa: ANN401 - scatter takes no dict
     """Draw the settings of one way to read, and their Pareto front, named where it turns."""
     for codec in CODEC_PRESETS:
         for several, filled in ((False, True), (True, False)):

@@ -19,9 +19,9 @@ from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.world import one_line
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
-from dspark_store.target.device import device_named
+from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
 from dspark_store.target.fingerprint import target_fingerprint
-from dspark_store.target.load import COMPUTE_DTYPES, load_target, resolve_compute_dtype
+from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.checkpoint import Place, checkpoints, load_draft, read_place
 from dspark_store.training.data import target_tables

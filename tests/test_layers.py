@@ -17,7 +17,17 @@ ALLOWED = {
     "training": {"training", "draft", "precompute", "automodel", "sources", "target", "writers", "readers", "format"},
     "evaluation": {"evaluation", "draft", "sources", "target", "readers", "format"},
     "inspection": {"inspection", "precompute", "sources", "target", "writers", "readers", "format"},
-    "commands": {"commands", "inspection", "precompute", "sources", "target", "writers", "readers", "format"},
+    "commands": {
+        "commands",
+        "training",
+        "inspection",
+        "precompute",
+        "sources",
+        "target",
+        "writers",
+        "readers",
+        "format",
+    },
 }
 
 

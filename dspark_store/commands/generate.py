@@ -12,8 +12,8 @@ from typing import TextIO
 
 from dspark_store.precompute.progress import Progress
 from dspark_store.target.answers import Answer, Answerer, Message, Sampling
-from dspark_store.target.device import device_named
-from dspark_store.target.load import COMPUTE_DTYPES, load_target, load_tokenizer, resolve_compute_dtype
+from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
+from dspark_store.target.load import load_target, load_tokenizer
 from dspark_store.target.source import TargetSource
 
 Row = dict[str, object]

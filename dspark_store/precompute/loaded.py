@@ -17,9 +17,9 @@ from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
 from dspark_store.precompute.world import World
-from dspark_store.target.device import can_hold_tensors, index_of
+from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
 from dspark_store.target.groups import ShardGroups, open_shard_groups
-from dspark_store.target.load import input_device, load_target, resolve_compute_dtype
+from dspark_store.target.load import input_device, load_target
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.sharded import ShardedTarget, load_sharded_target
 from dspark_store.target.source import TargetSource

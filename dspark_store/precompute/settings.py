@@ -16,8 +16,7 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
 from dspark_store.precompute.arguments import setting as _setting
 from dspark_store.sources.specs import SpecValue, parse_source
-from dspark_store.target.device import device_named
-from dspark_store.target.load import COMPUTE_DTYPES
+from dspark_store.target.device import COMPUTE_DTYPES, device_named
 from dspark_store.target.parallel import REDUCE_DTYPES
 
 _NONFINITE = ("mark", "error")

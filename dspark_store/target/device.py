@@ -1,10 +1,13 @@
-"""Devices by the names that users give them."""
+"""Devices and dtypes by the names that users give them."""
 
 from __future__ import annotations
 
 from typing import cast
 
 import torch
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What a target may compute in, by the names that settings have for it."""
 
 
 def device_named(name: str | None) -> torch.device:
@@ -27,6 +30,18 @@ def device_named(name: str | None) -> torch.device:
 def default_device() -> str:
     """Return cuda where there is one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn auto, bf16, fp16 or fp32 into a dtype; auto is bfloat16 on CUDA and float32 elsewhere.
+
+    Raises ValueError for any other name.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in COMPUTE_DTYPES:
+        raise ValueError(f"compute dtype {name!r} is unknown: expected one of auto, {', '.join(COMPUTE_DTYPES)}")
+    return COMPUTE_DTYPES[name]
 
 
 def index_of(device: torch.device) -> int | None:

@@ -26,8 +26,6 @@ from dspark_store.target.source import Location, TargetSource, locate, one_line_
 logger = logging.getLogger(__name__)
 
 _REFUSED_MODEL_TYPES = frozenset({"minimax_m3_vl"})
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What a target may compute in, by the names that settings have for it."""
 _ROPE_DIM = "qk_rope_head_dim"
 _ROPE_DIM_OVERWRITTEN = frozenset({"glm_moe_dsa"})
 _NAMES_SHOWN = 5
@@ -96,18 +94,6 @@ def load_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
             location.name, trust_remote_code=source.trust_remote_code, **_gguf_argument(location)
         )
     return cast(PreTrainedTokenizerBase, tokenizer)
-
-
-def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Turn auto, bf16, fp16 or fp32 into a dtype; auto is bfloat16 on CUDA and float32 elsewhere.
-
-    Raises ValueError for any other name.
-    """
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in COMPUTE_DTYPES:
-        raise ValueError(f"compute dtype {name!r} is unknown: expected one of auto, {', '.join(COMPUTE_DTYPES)}")
-    return COMPUTE_DTYPES[name]
 
 
 def load_target(

@@ -4,11 +4,14 @@ Pure arithmetic. Ranks are numbered with the replica outermost, then the FSDP ra
 and, innermost, the tensor-parallel rank, so that the ranks that talk most are neighbours.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from transformers import PretrainedConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 type ReduceDtype = Literal["compute", "fp32", "gather"]
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype.__value__)

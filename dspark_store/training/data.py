@@ -18,7 +18,6 @@ from dspark_store.readers.choice import Side
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.target.source import TargetSource
 from dspark_store.training.manifest import Expected, check_manifest
-from dspark_store.training.online import open_live
 from dspark_store.training.ranks import Ranks
 from dspark_store.training.settings import TrainConfig
 
@@ -41,6 +40,8 @@ def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
     if config.store is not None:
         cache = open_cache(config.store, allow_reduced_depth=config.allow_reduced_depth, threads=config.threads)
     else:
+        from dspark_store.training.online import open_live  # what runs a target is for those who run one
+
         tokens, cut = Path(config.output_dir) / "tokens", config.allow_reduced_depth
         cache = open_live(cast(str, config.online), tokens, ranks, allow_reduced_depth=cut)
     check_manifest(cache.manifest, _expected(config))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.manifest import Manifest
-from dspark_store.target.load import load_target_config, text_config
 from dspark_store.target.source import TargetSource
 
 _log = logging.getLogger(__name__)
@@ -34,6 +33,8 @@ class Expected:
         cls, target: TargetSource, *, seq_length: int | None = None, layers: Sequence[int] | None = None
     ) -> Expected:
         """Read what a target's text configuration says, as a precompute writes it down. ValueError when it has none."""
+        from dspark_store.target.load import load_target_config, text_config
+
         text = text_config(load_target_config(target))
         return cls(
             target_model=target.model,

@@ -30,9 +30,10 @@ from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
 from dspark_store.readers.weights import TargetWeights
 from dspark_store.target.capture import CapturedStates, TargetCapture
+from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import head_facts, target_weights
 from dspark_store.target.limits import check_ids
-from dspark_store.target.load import load_target, resolve_compute_dtype
+from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
 from dspark_store.writers.tokens import TokenRows, read_token_shard

@@ -11,7 +11,8 @@ from dspark_store.cli import main as command
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.config import parse_arguments
 from dspark_store.precompute.job import plan_job, plan_target
-from dspark_store.target import TargetSource, load_target
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
 from tests.precompute.jobs import arguments, differing_samples, precompute, refused
 from tests.tiny import NUM_LAYERS, VOCAB_SIZE, save_target_dir, tiny_gpt2, tiny_llama, tiny_tokenizer
 

@@ -14,8 +14,9 @@ from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
-from dspark_store.target import TargetSource, load_target
 from dspark_store.target.capture import TargetCapture
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
 from tests.precompute.jobs import BATCH_SIZE, SHARD_SIZE, arguments, contents, refused
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dspark_store.target import TargetCapture, target_weights
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.facts import target_weights
 from tests.tiny import VOCAB_SIZE, tiny_deepseek_v4, tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 
 FAMILIES = [tiny_llama, tiny_qwen3, tiny_qwen3_moe, tiny_gemma, tiny_deepseek_v4, tiny_gpt2]

@@ -3,8 +3,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4TextConfig, LlamaConfig, Qwen3Config
 
-from dspark_store.target import TargetSource, load_target
 from dspark_store.target.depth import cut_target_config, resolve_reduced_target_layers
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
 from tests.tiny import NUM_LAYERS, save_tiny, tiny_gpt2, tiny_llama
 
 

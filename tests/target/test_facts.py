@@ -14,7 +14,8 @@ from transformers import (
     Mamba2Config,
 )
 
-from dspark_store.target import head_facts, rebuild_config, target_config_json, target_weights, text_config
+from dspark_store.target.facts import head_facts, rebuild_config, target_config_json, target_weights
+from dspark_store.target.load import text_config
 from tests.tiny import (
     HIDDEN_SIZE,
     VOCAB_SIZE,

@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from dspark_store.target import TargetCapture, TargetSource, head_facts, load_target, rebuild_config, target_config_json
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.facts import head_facts, rebuild_config, target_config_json
+from dspark_store.target.load import load_target
+from dspark_store.target.source import TargetSource
 from tests.tiny import (
     HIDDEN_SIZE,
     NUM_LAYERS,

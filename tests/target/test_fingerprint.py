@@ -4,7 +4,9 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from dspark_store.target import TargetSource, fingerprint, target_fingerprint
+from dspark_store.target import fingerprint
+from dspark_store.target.fingerprint import target_fingerprint
+from dspark_store.target.source import TargetSource
 from tests.tiny import save_tiny, tiny_llama
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

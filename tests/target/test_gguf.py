@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_store.target import (
-    TargetCapture,
-    TargetSource,
-    load_target,
-    load_target_config,
-    load_tokenizer,
-    read_model_type,
-    target_config_json,
-    target_fingerprint,
-    target_weights,
-)
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.facts import target_config_json, target_weights
+from dspark_store.target.fingerprint import target_fingerprint
+from dspark_store.target.load import load_target, load_target_config, load_tokenizer, read_model_type
+from dspark_store.target.source import TargetSource
 from tests.tiny import SPECIAL_TOKENS, VOCAB_SIZE, tiny_llama
 
 gguf = pytest.importorskip("gguf")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.target import build_target_layer_ids, validate_target_layer_ids
+from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dspark_store.target import (
-    TargetCapture,
-    TargetSource,
-    head_facts,
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.device import resolve_compute_dtype
+from dspark_store.target.facts import head_facts, target_weights
+from dspark_store.target.load import (
+    input_device,
     load_target,
     load_target_config,
     load_tokenizer,
     read_model_type,
     refuse_unsupported_model_type,
-    resolve_compute_dtype,
-    target_weights,
 )
-from dspark_store.target.load import input_device
+from dspark_store.target.source import TargetSource
 from tests.tiny import (
     NUM_LAYERS,
     save_target_dir,

@@ -208,6 +208,16 @@ def test_the_summary_tells_of_waiting_memory_and_tau(store, tmp_path, capsys):
     assert lines[1].startswith("validation: loss ")
 
 
+def test_a_training_from_a_store_does_not_even_import_what_runs_a_target(store, tmp_path):
+    code = (
+        "import sys; from dspark_store.train import main; main(sys.argv[1:]); sys.exit('transformers' in sys.modules)"
+    )
+    words = flags(tmp_path / "run", "--store", store, "--max-steps", 1, "--validation-fraction", 0.3)
+    done = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 steps in " in done.stdout
+
+
 def test_a_gradient_that_is_not_finite_ends_the_command(store, tmp_path, capsys):
     assert main(flags(tmp_path / "run", "--store", store, "--learning-rate", 1e30, "--warmup-ratio", 0)) == 1
     assert "is not finite" in capsys.readouterr().err.splitlines()[-1]
