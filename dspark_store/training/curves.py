@@ -54,6 +54,9 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
     """Draw trainings into one figure, in the format that the ending of ``path`` names, which is one of `ENDINGS`."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
+    by_step[0].set_yscale("log")  # an untrained draft's loss would flatten all the others
+    for formatted in (by_step[0].yaxis.set_major_formatter, by_step[0].yaxis.set_minor_formatter):
+        formatted("{x:g}")
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
         for at, curves in enumerate(trainings):
             colour = _COLOURS[at % len(_COLOURS)]

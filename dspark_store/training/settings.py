@@ -75,7 +75,7 @@ class TrainConfig:
         choices=("auto", "bf16", "fp32"),
     )
     threads: int = setting("threads that read the store", 8)
-    prefetch_bytes: int = setting("bytes of batches that are read ahead, one batch at least", 128 * 1024 * 1024)
+    prefetch_bytes: int = setting("bytes of batches that are read ahead, one batch at least", 64 * 1024 * 1024)
     log_every: int = setting("steps between lines of metrics", 10)
     tensorboard: bool = setting("write metrics for TensorBoard too", False)
     log_level: str = setting("least level of log messages", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))

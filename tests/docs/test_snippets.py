@@ -22,7 +22,7 @@ from dspark_store.precompute.config import parse_arguments
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.train import main as train
-from tests.docs.pages import PAGES, RUN_LANGUAGES, all_blocks, blocks, name_of
+from tests.docs.pages import PAGES, ROOT, RUN_LANGUAGES, all_blocks, blocks, name_of
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, write_chats
 
 PRECOMPUTE = "dspark_store.precompute"
@@ -45,9 +45,13 @@ MARKS = {
     "docs/index.md": 1,
     "docs/precompute.md": 4,
     "docs/sources.md": 1,
+    "docs/tutorial.md": 1,
 }
 """How many blocks of each page are not run: each needs what a test does not have, such as eight GPUs, or a network."""
-RUN = [block for block in all_blocks("bash") if not block.reason and block.page != "README.md"]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+IN_ORDER = {"README.md", name_of(TUTORIAL)}
+"""Pages whose commands build on each other."""
+RUN = [block for block in all_blocks("bash") if not block.reason and block.page not in IN_ORDER]
 RANKED = [
     (block, command.words) for block in all_blocks("bash") for command in block.commands if PRECOMPUTE in command.words
 ]
@@ -101,22 +105,36 @@ def run(words):
         return end.code
 
 
+def run_page(page, directory):
+    """Run the commands of a page one after the other."""
+    with contextlib.chdir(directory):
+        for block in blocks(page, "bash"):
+            for command in () if block.reason else block.commands:
+                assert run(command.words) == command.exit_code, command.words
+
+
 @pytest.fixture(scope="module")
 def with_store(stage, tmp_path_factory):
-    """A directory in which the README's commands were run, one after the other, so that its store is there."""
+    """A directory in which the README's commands were run, so that its store is there."""
     directory = tmp_path_factory.mktemp("readme")
     shutil.copytree(stage, directory, dirs_exist_ok=True)
-    with contextlib.chdir(directory):
-        for command in (
-            command for block in blocks(PAGES[0], "bash") if not block.reason for command in block.commands
-        ):
-            assert run(command.words) == 0
+    run_page(PAGES[0], directory)
     return directory
 
 
 def test_the_commands_of_the_readme_run(with_store):
     assert (with_store / "store" / "zarr.json").exists()
     assert list((with_store / "draft" / "checkpoints").iterdir())
+
+
+def test_the_tutorial_leads_from_prompts_to_a_draft_that_decodes(stage, tmp_path, capsys):
+    shutil.copytree(stage / "target", tmp_path / "target")
+    prompts = (TUTORIAL.with_suffix("") / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "docs" / "tutorial").mkdir(parents=True)
+    (tmp_path / "docs" / "tutorial" / "prompts.txt").write_text("\n".join(prompts[:32]), encoding="utf-8")
+    run_page(TUTORIAL, tmp_path)
+    assert (tmp_path / "tutorial" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "steps of the target" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", RUN, ids=str)
