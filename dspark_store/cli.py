@@ -40,6 +40,13 @@ class Entry:
         return cast(Command, import_module(self.module))
 
 
+MODULES = {
+    "precompute": Entry("dspark_store.precompute.__main__", "run a target over a corpus"),
+    "train": Entry("dspark_store.train", "train a draft from a store"),
+    "evaluate": Entry("dspark_store.evaluate", "decode with a trained draft and its target"),
+}
+"""The programs that have arguments and exit codes of their own."""
+
 COMMANDS = {
     "info": Entry("dspark_store.commands.info", "tell what a store is, how far it is and what it takes, on one screen"),
     "head": Entry("dspark_store.commands.head", "show samples of a store: their text, and the norms of their states"),
@@ -63,10 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Each is told in one line.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["precompute"]:
-        from dspark_store.precompute.__main__ import main as precompute
-
-        return precompute(words[1:])
+    if words and words[0] in MODULES:
+        module = import_module(MODULES[words[0]].module)
+        return cast(int, module.main(words[1:]))
     try:
         given = _parser(words).parse_args(words)
         return COMMANDS[given.command].load().run(given)
@@ -93,7 +99,8 @@ def _parser(words: Sequence[str]) -> OneLineParser:
     """Return a parser that knows every command by name, and the arguments of the one that is asked for."""
     parser = OneLineParser(prog="dspark-store", description="Commands on stores of hidden states.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("precompute", help="run a target over a corpus: the same as python -m dspark_store.precompute")
+    for name, entry in MODULES.items():
+        commands.add_parser(name, help=f"{entry.purpose}: the same as python -m dspark_store.{name}")
     for name, entry in COMMANDS.items():
         command = commands.add_parser(name, help=entry.purpose, description=f"{entry.purpose.capitalize()}.")
         if words[:1] == [name]:

@@ -74,7 +74,7 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     """
     for name in ("samples", "max_new_tokens"):
         if getattr(given, name) < 1:
-            raise ValueError(f"{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
     Sampler(given.temperature, given.seed)  # refuses what cannot be
     found = checkpoints(Path(given.draft) / "checkpoints")
     if not found:

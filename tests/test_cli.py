@@ -13,9 +13,24 @@ def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsy
     assert capsys.readouterr().err.startswith("error: manifest not found")
 
 
-def test_precompute_is_the_main_job(capsys):
-    assert main(["precompute"]) == 2
-    assert "required but not given: --target-model" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("precompute", "required but not given: --target-model"),
+        ("train", "required but not given: --output-dir"),
+        ("evaluate", "the following arguments are required: draft"),
+    ],
+)
+def test_programs_of_their_own_are_commands_too(name, missing, capsys):
+    assert main([name]) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_what_is_nearly_a_flag_is_a_mistake(tmp_path, capsys):
+    for words in (["evaluate", "draft", "--target", "t", "--stor", "s"], ["info", str(tmp_path), "--jso"]):
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
 
 
 def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):

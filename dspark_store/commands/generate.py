@@ -119,7 +119,14 @@ def _check_row(place: str, line: bytes, conversation: Sequence[Message] | None, 
     if conversation is None or asked != list(conversation):
         raise ValueError(f"{place} does not answer the prompt of its place: give another --output")
     if generated != origin:
-        raise ValueError(f"{place} was made with {generated}, not {origin}: give another --output")
+        raise ValueError(f"{place} was made with {_differences(generated, origin)}: give the same, or another --output")
+
+
+def _differences(generated: object, origin: Row) -> str:
+    """Return the settings of a row that are not those of this run, beside these."""
+    made = generated if isinstance(generated, dict) else {}
+    names = [name for name in {**made, **origin} if made.get(name) != origin.get(name)]
+    return ", ".join(f"{name} {made.get(name)}, not {origin.get(name)}" for name in names)
 
 
 def _fields(sampling: Sampling) -> Row:

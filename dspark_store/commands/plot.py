@@ -26,6 +26,10 @@ def run(given: argparse.Namespace) -> int:
     output = Path(given.output)
     if output.suffix not in ENDINGS:
         raise ValueError(f"--output {output} must end with one of {', '.join(ENDINGS)}")
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a directory: name a file")
+    if output.parent.exists() and not output.parent.is_dir():
+        raise ValueError(f"--output {output} cannot be written: {output.parent} is a file")
     trainings = [Curves.of(Path(training)) for training in given.trainings]
     output.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(trainings, output)

@@ -10,7 +10,13 @@ from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that raises ValueError where argparse prints the usage and exits; so do its subparsers."""
+    """An argument parser that raises ValueError where argparse prints the usage and exits; so do its subparsers.
+
+    It takes no abbreviations: a word that is nearly a flag is a mistake.
+    """
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with ``message``."""

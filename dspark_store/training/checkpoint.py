@@ -166,6 +166,11 @@ def load_draft(checkpoint: Path, embed: Tensor, head: Tensor, bias: Tensor | Non
 
 def refuse_another(place: Place, own: Place) -> None:
     """Raise ValueError where a checkpoint is of another draft or store; warn of the other settings that differ."""
+    if place.origin.samples != own.origin.samples:
+        raise ValueError(
+            "the checkpoint was trained from a store of other samples: give --store the same one, or choose another "
+            "--output-dir"
+        )
     for name, recorded in _identity(place).items():
         if recorded != (value := _identity(own)[name]):
             raise ValueError(
@@ -178,8 +183,8 @@ def refuse_another(place: Place, own: Place) -> None:
 
 
 def _identity(place: Place) -> dict[str, object]:
-    origin = {"target_weights": place.origin.target_weights, "digest of the samples": place.origin.samples}
-    return {**dataclasses.asdict(place.draft), "layers": list(place.layers), **origin}
+    weights = place.origin.target_weights
+    return {**dataclasses.asdict(place.draft), "layers": list(place.layers), "target_weights": weights}
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class Curves:
     @classmethod
     def of(cls, directory: Path) -> Curves:
         """Read the metrics of a training's output directory. ValueError when it has none."""
+        if not directory.is_dir():
+            raise ValueError(f"there is no directory {directory}: give the --output-dir of a training")
         lines = read_metrics(directory)
         if not lines:
             raise ValueError(f"{directory} has no {METRICS} with lines in it: give the --output-dir of a training")
@@ -60,7 +62,9 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
         for at, curves in enumerate(trainings):
             colour = _COLOURS[at % len(_COLOURS)]
-            axes.plot(*_points(curves.training, name), color=colour, alpha=0.45, label=f"{curves.name}, training")
+            if curves.training:
+                points = _points(curves.training, name)
+                axes.plot(*points, color=colour, alpha=0.45, label=f"{curves.name}, training")
             if curves.validations:
                 points = _points(curves.validations, name)
                 axes.plot(*points, color=colour, marker="o", label=f"{curves.name}, validation")

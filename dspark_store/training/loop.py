@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dspark_store.format.metadata import has_store
+from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.training.checkpoint import (
     Origin,
@@ -57,9 +59,19 @@ def train(config: TrainConfig) -> int:
     FloatingPointError when a gradient is not finite.
     """
     config.check()
+    check_output(Path(config.output_dir))
     with joined_ranks(config.resolved_device) as ranks:
         Training(config, ranks, found_checkpoint(config, ranks)).run()
     return 0
+
+
+def check_output(output: Path) -> None:
+    """Raise ValueError for a place that a training must not write to: a file, or a store, whose files are all known."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output-dir {output} is a file: give a directory")
+    for place in (output.resolve(), *output.resolve().parents):
+        if has_store(LocalStorage(place)):
+            raise ValueError(f"--output-dir {output} is inside the store {place}: choose a directory outside of it")
 
 
 def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
@@ -104,7 +116,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end, and tell what came of it. A training that is there already is left as it is."""
-        started, learner = time.monotonic(), self.learner
+        started, learner, before = time.monotonic(), self.learner, self.learner.step
         lines = [f"nothing is left to do: {learner.step} steps are done, of {self.total}"]
         try:
             if learner.step < self.total:
@@ -115,7 +127,7 @@ class Training:
                         self._epoch(progress)
                 figures = self.validate()
                 self._checkpoint()
-                lines = self._summary(figures, time.monotonic() - started)
+                lines = self._summary(figures, before, time.monotonic() - started)
         finally:
             self.data.train.close()
             if self._journal is not None:
@@ -253,13 +265,14 @@ class Training:
         values = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in exempt}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def _summary(self, figures: dict[str, float], seconds: float) -> list[str]:
+    def _summary(self, figures: dict[str, float], before: int, seconds: float) -> list[str]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = f"at most {size_text(peak)} of memory"
         if self.ranks.device.type == "cuda":
             memory += f", {size_text(torch.cuda.max_memory_allocated(self.ranks.device))} of the device's"
         waited = f"waited for data {self.watch.waiting_share:.1%} of the steps' time"
-        lines = [f"{self.learner.step} steps in {seconds:.0f} s; {waited}; {memory}"]
+        after = f" after the {before} that were there" if before else ""
+        lines = [f"{self.learner.step - before} steps{after} in {seconds:.0f} s; {waited}; {memory}"]
         if figures:
             lines.append(f"validation: loss {figures['loss']:.4f}, tau {figures.get('tau', 1.0):.3f}")
         return lines

@@ -88,7 +88,7 @@ class TrainConfig:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and value < least:
-                    raise ValueError(f"{flag(name)} must be >= {least}, got {value}")
+                    raise ValueError(f"--{flag(name)} must be >= {least}, got {value}")
         twice = sorted({layer for layer in self.layers if self.layers.count(layer) > 1})
         if twice:
             raise ValueError(f"layers name {twice[0]} more than once: give each captured layer once")

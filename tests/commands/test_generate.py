@@ -95,7 +95,7 @@ def test_messages_are_answered_in_the_place_of_the_answer_that_they_have(target,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--seed", "7"], "was made with"),
+        (["--seed", "7"], "was made with seed 42, not 7: give the same, or another --output"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),

@@ -93,6 +93,26 @@ def test_an_unknown_ending_is_refused(draft, tmp_path, capsys, name):
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
+def test_places_that_cannot_be_are_one_line(draft, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for training, output, message in (
+        (draft, tmp_path / "draft.png", "is a directory: name a file"),
+        (draft, tmp_path / "file" / "a.png", f"cannot be written: {tmp_path / 'file'} is a file"),
+        (tmp_path / "none", tmp_path / "a.png", f"there is no directory {tmp_path / 'none'}"),
+        (draft / "metrics.jsonl", tmp_path / "a.png", "there is no directory"),
+    ):
+        (tmp_path / "draft.png").mkdir(exist_ok=True)
+        assert main(["plot", str(training), "--output", str(output)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
+def test_a_training_that_only_just_began_has_no_empty_name_in_the_legend(tmp_path, figures):
+    young = write_metrics(tmp_path / "young", [{"kind": "validation", "step": 0, "loss": 3.0, "tau": 1.0}])
+    assert main(["plot", str(young), "--output", str(tmp_path / "a.png")]) == 0
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [f"{young}, validation"]
+
+
 def test_a_directory_without_metrics_is_refused(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 2
     assert "has no metrics.jsonl with lines in it: give the --output-dir of a training" in capsys.readouterr().err

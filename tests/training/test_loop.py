@@ -208,6 +208,27 @@ def test_the_summary_tells_of_waiting_memory_and_tau(store, tmp_path, capsys):
     assert lines[1].startswith("validation: loss ")
 
 
+def test_a_resumed_training_tells_the_steps_of_its_own(store, tmp_path, capsys):
+    run(tmp_path / "run", "--store", store, "--max-steps", 2)
+    capsys.readouterr()
+    run(tmp_path / "run", "--store", store, "--max-steps", 5, "--resume")
+    assert capsys.readouterr().out.startswith("3 steps after the 2 that were there in ")
+
+
+def test_a_training_writes_neither_into_a_store_nor_over_a_file(store, tmp_path, capsys):
+    before = sorted(path.name for path in store.iterdir())
+    (tmp_path / "file").write_text("mine")
+    for output, message in (
+        (store, "is inside the store"),
+        (store / "draft", "is inside the store"),
+        (tmp_path / "file", "is a file: give a directory"),
+    ):
+        assert main(flags(output, "--store", store)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert sorted(path.name for path in store.iterdir()) == before
+
+
 def test_a_training_from_a_store_does_not_even_import_what_runs_a_target(store, tmp_path):
     code = (
         "import sys; from dspark_store.train import main; main(sys.argv[1:]); sys.exit('transformers' in sys.modules)"
