@@ -64,9 +64,7 @@ class DraftCounts:
 
 def draft_counts(confidence: Tensor | None, sums: LossSums, blocks: Blocks) -> DraftCounts:
     """Count one micro-batch, given the logits (B, N, K) of its confidence."""
-    supervised, accept = blocks.supervised.double(), sums.accept.double()
-    accepted = accept * supervised
-    live = blocks.live
+    accept, live = sums.accept.double(), blocks.live
     zero = accept.new_zeros(())
     error = bias = prefix = weight = zero
     if confidence is not None:
@@ -77,9 +75,9 @@ def draft_counts(confidence: Tensor | None, sums: LossSums, blocks: Blocks) -> D
         prefix = (weights * (told.cumprod(2) - accept.cumprod(2))).sum()
         weight = weights.sum()
     return DraftCounts(
-        accept=accepted.sum((0, 1)),
-        slots=supervised.sum((0, 1)),
-        tokens=((1 + accepted.cumprod(2).sum(2)) * live).sum(),
+        accept=accept.sum((0, 1)),
+        slots=blocks.supervised.double().sum((0, 1)),
+        tokens=((1 + accept.cumprod(2).sum(2)) * live).sum(),
         blocks=live.sum().double(),
         confidence_error=error,
         confidence_bias=bias,

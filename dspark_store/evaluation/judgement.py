@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,11 @@ class Judgement:
     steps: int = 0
     near_ties: int = 0
     differing: int = 0
+
+    @classmethod
+    def of(cls, speculated: Speculated) -> Judgement:
+        """Count one prompt's tokens and steps."""
+        return cls(prompts=1, tokens=max(0, len(speculated.tokens) - 1), steps=speculated.steps)
 
     def __add__(self, other: Judgement) -> Judgement:
         return Judgement(
@@ -70,8 +75,7 @@ def judge_sampled(
 ) -> Iterator[Judgement]:
     """Yield each prompt's judgement where tokens are drawn at a temperature: there is no text to compare with."""
     for number, prompt in enumerate(prompts):
-        speculated = decoder.speculate(draft, prompt, limit, stop, Sampler(temperature, seed + number))
-        yield Judgement(prompts=1, tokens=max(0, len(speculated.tokens) - 1), steps=speculated.steps)
+        yield Judgement.of(decoder.speculate(draft, prompt, limit, stop, Sampler(temperature, seed + number)))
 
 
 def compare(own: Greedy, speculated: Speculated, near_tie: float = NEAR[torch.float32]) -> Judgement:
@@ -84,13 +88,7 @@ def compare(own: Greedy, speculated: Speculated, near_tie: float = NEAR[torch.fl
     if place is None and len(own.tokens) != len(speculated.tokens):
         place = min(len(own.tokens), len(speculated.tokens)) - 1
     near = place is not None and own.margins[place] < near_tie
-    return Judgement(
-        prompts=1,
-        tokens=max(0, len(speculated.tokens) - 1),
-        steps=speculated.steps,
-        near_ties=int(near),
-        differing=int(place is not None and not near),
-    )
+    return replace(Judgement.of(speculated), near_ties=int(near), differing=int(place is not None and not near))
 
 
 def prompts_of(cache: Cache, samples: Sequence[int]) -> Iterator[list[int]]:

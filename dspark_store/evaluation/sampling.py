@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -35,12 +34,15 @@ class Sampler:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return what logits (..., V) are drawn with, fp32 (..., V): all of it on the likeliest at temperature 0."""
         if self.temperature == 0:
-            return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        behind = logits.double() - logits.double().amax(-1, keepdim=True)  # whatever it is divided by, 0 stays 0
-        return (behind / self.temperature).softmax(-1).float()
+            likeliest = logits.argmax(-1, keepdim=True)
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, likeliest, 1.0)
+        behind = logits.float() - logits.float().amax(-1, keepdim=True)  # however small the temperature, 0 stays 0
+        return (behind / max(self.temperature, torch.finfo(torch.float32).tiny)).softmax(-1)
 
     def draw(self, probabilities: Tensor) -> int:
         """Draw a token from (V,)."""
+        if self.temperature == 0:  # one token has it all, and greedy decoding asks for it K + 1 times a step
+            return int(probabilities.argmax())
         return int(torch.multinomial(probabilities.cpu(), 1, generator=self._generator))
 
     def judge(self, proposal: Proposal, target: Tensor) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -57,11 +58,10 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
     figure = Figure(figsize=_SIZE, layout="constrained")
     *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
     by_step[0].set_yscale("log")  # an untrained draft's loss would flatten all the others
-    for formatted in (by_step[0].yaxis.set_major_formatter, by_step[0].yaxis.set_minor_formatter):
-        formatted("{x:g}")
+    by_step[0].yaxis.set_major_formatter("{x:g}")
+    by_step[0].yaxis.set_minor_formatter("{x:g}")
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
-        for at, curves in enumerate(trainings):
-            colour = _COLOURS[at % len(_COLOURS)]
+        for curves, colour in zip(trainings, cycle(_COLOURS), strict=False):
             if curves.training:
                 points = _points(curves.training, name)
                 axes.plot(*points, color=colour, alpha=0.45, label=f"{curves.name}, training")
@@ -69,10 +69,10 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
                 points = _points(curves.validations, name)
                 axes.plot(*points, color=colour, marker="o", label=f"{curves.name}, validation")
         _finish(axes, title, "step")
-    for at, curves in enumerate(trainings):
+    for curves, colour in zip(trainings, cycle(_COLOURS), strict=False):
         step, accepted = curves.acceptance
         label = f"{curves.name}, step {step}"
-        by_slot.plot(range(1, len(accepted) + 1), accepted, color=_COLOURS[at % len(_COLOURS)], marker="o", label=label)
+        by_slot.plot(range(1, len(accepted) + 1), accepted, color=colour, marker="o", label=label)
     by_slot.set_ylim(bottom=0)
     by_slot.locator_params(axis="x", integer=True)
     _finish(by_slot, "acceptance by place in the block", "place")
