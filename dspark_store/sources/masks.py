@@ -45,16 +45,22 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
         SourceError: the template refuses the conversation, or an assistant message cannot be located.
 
     """
-    messages, tools = renderer.prepare(conversation.messages), conversation.tools
+    messages, tools, variables = (
+        renderer.prepare(conversation.messages),
+        conversation.tools,
+        conversation.template_kwargs,
+    )
     if renderer.supervises_by_tags(tools):
-        text, supervised = renderer.render_tagged(messages, tools)
+        text, supervised = renderer.render_tagged(messages, tools, variables)
     else:
-        text = renderer.render(messages, tools)
+        text = renderer.render(messages, tools, variables)
         supervised = assistant_spans(renderer, messages, tools, text, mask_headers=options.headers)
     masked: list[Span] = []
     warnings: list[str] = []
     if options.reasoning:
-        masked = reasoning_spans(lambda changed: renderer.render(changed, tools), messages, text, warnings.append)
+        masked = reasoning_spans(
+            lambda changed: renderer.render(changed, tools, variables), messages, text, warnings.append
+        )
     return Rendered(text, supervised, masked, warnings)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.source import SourceError
@@ -25,10 +25,27 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one row, and the tools offered in it (None for none)."""
+    """The messages of one row, and what else of the row decides its text and its mask.
+
+    Attributes:
+        messages: at least one.
+        tools: the tools offered in it; None for none.
+        supervised: for each message, whether it may be supervised; left out, every message of the assistant is.
+        ended: whether the assistant ended its last message by itself, and was not cut off.
+        template_kwargs: variables for the chat template; they win over the job's, key by key.
+
+    """
 
     messages: list[Message]
     tools: list[JsonValue] | None
+    supervised: list[bool] = field(default_factory=list)
+    ended: bool = True
+    template_kwargs: dict[str, JsonValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Fill in what is supervised."""
+        if not self.supervised:
+            self.supervised.extend(message["role"] == "assistant" for message in self.messages)
 
 
 def read_conversation(row: Mapping[str, JsonValue]) -> Conversation:

@@ -1,6 +1,6 @@
 """A tokenizer and its chat template as one thing: conversations to text, text to tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,14 @@ class Renderer:
 
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, JsonValue] | None = None
+    ) -> None:
         """Look at the template once.
+
+        Args:
+            tokenizer: with a chat template.
+            template_kwargs: variables for the template in every render; those of a conversation win over them.
 
         Raises:
             SourceError: the tokenizer has no chat template, or it is not valid Jinja.
@@ -78,7 +84,7 @@ class Renderer:
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self._render_jinja: Any = render_jinja_template
-        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._has_offsets = bool(tokenizer.is_fast)
         self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
         self._templates: dict[bool, str] = {}
@@ -100,7 +106,12 @@ class Renderer:
         return has_generation_tags(self._template(bool(tools)))
 
     def render(
-        self, messages: Sequence[Message], tools: list[JsonValue] | None, *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: list[JsonValue] | None,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+        *,
+        generation_prompt: bool = False,
     ) -> str:
         """Return the text of a conversation; "" for no messages.
 
@@ -110,12 +121,17 @@ class Renderer:
         """
         if not messages:
             return ""
-        texts, _ = self._rendered(messages, tools, add_generation_prompt=generation_prompt)
+        texts, _ = self._rendered(messages, tools, template_kwargs, add_generation_prompt=generation_prompt)
         return _encodable(texts[0])
 
-    def render_tagged(self, messages: Sequence[Message], tools: list[JsonValue] | None) -> tuple[str, list[Span]]:
+    def render_tagged(
+        self,
+        messages: Sequence[Message],
+        tools: list[JsonValue] | None,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+    ) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the stretches of it inside the template's generation tags."""
-        texts, spans = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        texts, spans = self._rendered(messages, tools, template_kwargs, return_assistant_tokens_mask=True)
         return _encodable(texts[0]), [(int(start), int(stop)) for start, stop in spans[0]]
 
     def tokenise(self, texts: list[str]) -> list[Tokens]:
@@ -136,7 +152,11 @@ class Renderer:
         ]
 
     def _rendered(
-        self, messages: Sequence[Message], tools: list[JsonValue] | None, **options: bool
+        self,
+        messages: Sequence[Message],
+        tools: list[JsonValue] | None,
+        template_kwargs: Mapping[str, JsonValue] | None,
+        **options: bool,
     ) -> tuple[list[str], list[list[Span]]]:
         try:
             texts, spans = self._render_jinja(
@@ -144,7 +164,7 @@ class Renderer:
                 tools=tools,
                 chat_template=self._template(bool(tools)),
                 **options,
-                **self._special_tokens,
+                **{**self._variables, **(template_kwargs or {})},
             )
         except RENDER_ERRORS as error:
             raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
