@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields, replace
 from typing import TextIO
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dspark_store.commands.terminal import Colours, decoder, masked_text
+from dspark_store.precompute.config import add_flags
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
 from dspark_store.sources.blend import Blend
-from dspark_store.sources.chat import ON_BAD_ROW
-from dspark_store.sources.cutting import OVER_LONG, SIDES
+from dspark_store.sources.options import ChatOptions, option_values, options_of
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.report import Reporting
 from dspark_store.sources.source import Sample, Source, SourceError
@@ -42,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="a slice of the rows, name[a:b], taken after the shuffle")
     parser.add_argument("--shuffle-seed", type=int, help="seed of the order of rows; without it, that of the data")
     parser.add_argument("--max-samples", type=int, help="at most this many rows, after shuffle and split")
-    parser.add_argument("--mask-reasoning-content", action="store_true", help="do not supervise reasoning_content")
-    parser.add_argument("--mask-headers", action="store_true", help="do not supervise role headers of the assistant")
-    parser.add_argument("--over-long", choices=OVER_LONG, default="truncate", help="what becomes of long rows")
-    parser.add_argument("--truncation-side", choices=SIDES, help="where long rows are cut")
-    parser.add_argument("--min-supervised", type=int, default=0, help="leave out samples with fewer supervised tokens")
-    parser.add_argument("--on-bad-row", choices=ON_BAD_ROW, default="error", help="what a row that is no use does")
-    parser.add_argument("--max-refused", type=float, default=0.01, help="share of rows that may be skipped")
+    add_flags(parser, {option.name: option for option in fields(ChatOptions)})
     parser.add_argument("--num-workers", type=int, default=0, help="processes that tokenise; 0 tokenises in this one")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
 
@@ -71,7 +66,8 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     source = build_source(parse_source(read_words(given.data)), context)
     if given.report:
         _print_report(source, out)
-        _refuse(source, 0.0 if given.on_bad_row == "error" else given.max_refused)
+        options = options_of(given)
+        _refuse(source, 0.0 if options.on_bad_row == "error" else options.max_refused)
         return 0
     for record in given.rows if given.rows is not None else range(min(FIRST_SAMPLES, len(source))):
         if not 0 <= record < len(source):
@@ -95,6 +91,9 @@ def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, voca
         apply_chat_template_option(tokenizer, given.chat_template)
         return tokenizer
 
+    options = options_of(given)
+    if given.report:  # which tells what is wrong with them all
+        options = replace(options, on_bad_row="skip", max_refused=1.0)
     return SourceContext(
         seq_length=given.seq_length,
         load_tokenizer=with_template,
@@ -103,13 +102,7 @@ def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, voca
         shuffle_seed=given.shuffle_seed,
         max_samples=given.max_samples,
         num_workers=given.num_workers if given.report else 0,
-        on_bad_row="skip" if given.report else given.on_bad_row,
-        max_refused=1.0 if given.report else given.max_refused,
-        min_supervised=given.min_supervised,
-        over_long=given.over_long,
-        truncation_side=given.truncation_side,
-        mask_reasoning_content=given.mask_reasoning_content,
-        mask_headers=given.mask_headers,
+        **option_values(options),
     )
 
 

@@ -105,6 +105,11 @@ def add_settings(
 ) -> None:
     """Add ``--config``, and a flag for each setting, None where it is not given; by default those of a precompute."""
     parser.add_argument("-c", "--config", help=file_help)
+    add_flags(parser, known)
+
+
+def add_flags(parser: argparse.ArgumentParser, known: Mapping[str, dataclasses.Field[Any]]) -> None:
+    """Add a flag for each setting, None where it is not given."""
     for name, setting in known.items():
         metadata = dict(setting.metadata)
         text = metadata.pop("help")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -28,6 +28,7 @@ from dspark_store.precompute.batches import BATCHING_RULE
 from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
 from dspark_store.target.depth import cut_target_config, resolve_reduced_target_layers
@@ -170,13 +171,7 @@ def _source_context(config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase
         seed=42 if config.shuffle_seed is None else config.shuffle_seed,
         max_samples=config.max_samples,
         num_workers=config.num_workers,
-        on_bad_row=cast("Literal['error', 'skip']", config.on_bad_row),
-        max_refused=config.max_refused,
-        min_supervised=config.min_supervised,
-        over_long=cast("Literal['truncate', 'drop', 'split']", config.over_long),
-        truncation_side=cast("Literal['right', 'left'] | None", config.truncation_side),
-        mask_reasoning_content=config.mask_reasoning_content,
-        mask_headers=config.mask_headers,
+        **option_values(config),
     )
 
 

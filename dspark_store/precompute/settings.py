@@ -15,15 +15,13 @@ from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.precompute.arguments import flag
 from dspark_store.precompute.arguments import setting as _setting
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.specs import SpecValue, parse_source
 from dspark_store.target.device import COMPUTE_DTYPES, device_named
 from dspark_store.target.parallel import REDUCE_DTYPES
 
 _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_BAD_ROWS = ("error", "skip")
-_OVER_LONG = ("truncate", "drop", "split")
-_SIDES = ("right", "left")
 _BACKENDS = ("gloo", "nccl")
 _AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
 _AT_LEAST_ONE = (
@@ -50,7 +48,7 @@ def _whole_number(value: object) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputeConfig:
+class PrecomputeConfig(ChatOptions):
     """Everything a precompute is told. The names are the flags' names with underscores."""
 
     target_model: str = _setting("the target: a hub id, a directory, or a .gguf file")
@@ -64,18 +62,6 @@ class PrecomputeConfig:
     dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
     device: str = _setting("where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
     num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0)
-    on_bad_row: str = _setting(
-        "what a row that cannot be used does: end the job, or be skipped and counted", "error", choices=_BAD_ROWS
-    )
-    max_refused: float = _setting("share of the rows that may be skipped as unusable before it is an error", 0.01)
-    over_long: str = _setting(
-        "what becomes of conversations of more than S tokens: cut, left out, or split", "truncate", choices=_OVER_LONG
-    )
-    truncation_side: str | None = _setting(
-        "where they are cut: the tokenizer's side if not given", None, choices=_SIDES
-    )
-    min_supervised: int = _setting("leave out samples with fewer supervised tokens", 0)
-    mask_headers: bool = _setting("do not supervise the role headers of assistant messages", False)
     split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None)
     shuffle_seed: int | None = _setting(
         "seed of the order of rows; none keeps the file's order", 42, type=_shuffle_seed
@@ -83,7 +69,6 @@ class PrecomputeConfig:
     draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5)
     target_layer_ids: tuple[int, ...] = _setting("layers to capture: -1 is the embedding", (), nargs="+", type=int)
     chat_template: str | None = _setting("a chat template, inline Jinja or a file", None)
-    mask_reasoning_content: bool = _setting("do not supervise reasoning_content", False)
     target_force_hf: bool = _setting("accepted for compatibility: every target loads through transformers", False)
     trust_remote_code: bool = _setting("let the target's repository run its own code", False)
     resume: bool = _setting("go on with the store in --output-dir, doing the shards it lacks", False)
@@ -131,12 +116,11 @@ class PrecomputeConfig:
         """Raise ValueError naming the first setting that cannot be."""
         for name in _AT_LEAST_ONE:
             self._at_least(name, 1)
-        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size", "min_supervised"):
+        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size"):
             self._at_least(name, 0)
         for name in ("tokens_per_second", "lease_seconds", "timeout_minutes"):
             self._is_positive(name)
-        if not 0 <= self.max_refused <= 1:
-            raise ValueError(f"max-refused must be between 0 and 1, got {self.max_refused}")
+        self.check_options()
         if self.shard_size % self.batch_size:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
         for setting in fields(self):
@@ -200,7 +184,9 @@ class PrecomputeConfig:
 
 def settings() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of PrecomputeConfig that a flag or a file sets, by name."""
-    return {setting.name: setting for setting in fields(PrecomputeConfig) if "help" in setting.metadata}
+    known = [setting for setting in fields(PrecomputeConfig) if "help" in setting.metadata]
+    known.sort(key=lambda setting: setting.default is not dataclasses.MISSING)  # those of ChatOptions come first else
+    return {setting.name: setting for setting in known}
 
 
 def convert_setting(setting: dataclasses.Field[Any], value: object, called: str = "") -> object:

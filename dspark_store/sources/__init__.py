@@ -4,6 +4,7 @@ from dspark_store.sources.blend import Blend, Part, PartShare
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.dummy import DummySource
 from dspark_store.sources.identity import chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.registry import build_source, source_names
 from dspark_store.sources.source import Sample, Source, SourceError
 from dspark_store.sources.specs import SourceContext, SourceSpec, parse_source
@@ -11,6 +12,7 @@ from dspark_store.sources.template import apply_chat_template_option
 
 __all__ = [
     "Blend",
+    "ChatOptions",
     "ChatSource",
     "DummySource",
     "Part",

@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.cutting import Cutting
 from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
 from dspark_store.sources.files import DataPath, open_rows
-from dspark_store.sources.masks import MaskOptions
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
 from dspark_store.sources.order import select_rows, split_name
 from dspark_store.sources.report import SourceReport
 from dspark_store.sources.rows import RowData
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_TASK = 64
-ON_BAD_ROW = ("error", "skip")
 _PARTS = 2**24  # pieces that one row may be divided into
 
 logger = logging.getLogger(__name__)
@@ -39,19 +38,13 @@ class ChatSource:
         self,
         path: DataPath | Sequence[DataPath],
         tokenizer: "PreTrainedTokenizerBase | None",
+        options: ChatOptions = DEFAULT_OPTIONS,
         *,
         seq_length: int,
         split: str | None = None,
         shuffle_seed: int | None = None,
-        mask_reasoning_content: bool = False,
         max_samples: int | None = None,
         num_workers: int = 0,
-        mask_headers: bool = False,
-        truncation_side: str | None = None,
-        over_long: str = "truncate",
-        min_supervised: int = 0,
-        on_bad_row: str = "error",
-        max_refused: float = 0.01,
         subset: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -61,20 +54,12 @@ class ChatSource:
             path: files, globs, directories or datasets (see `files.open_rows`) whose rows are conversations, or
                 tokens (`input_ids`, see `tokenrows.read_tokens`).
             tokenizer: with a chat template (see `apply_chat_template_option`); None if all rows are tokens.
+            options: how rows become samples.
             seq_length: the most tokens of a sample.
             split: None or `name[a:b]`, a slice of the rows after the shuffle.
             shuffle_seed: None for the order of the data, else the seed of the permutation of `order.select_rows`.
-            mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
             max_samples: read at most this many rows, after shuffle and split.
             num_workers: processes that tokenise; 0 for this one. The samples are the same.
-            mask_headers: do not supervise the role headers of assistant messages, where the template has no
-                generation tags.
-            truncation_side: where long rows are cut, "right" or "left"; None for the tokenizer's own.
-            over_long: "truncate", "drop" or "split" long rows (see `cutting.Cutting`).
-            min_supervised: leave out samples with fewer supervised tokens.
-            on_bad_row: "error" ends at a row that cannot be used; "skip" leaves it out and counts it. Lone
-                surrogates make a row one that cannot be used, or are replaced by U+FFFD and counted.
-            max_refused: the share of the rows that may be left out as unusable before it is an error.
             subset: the configuration of a dataset on the hub.
             vocab_size: ids of rows that are tokens already must be below it.
 
@@ -83,21 +68,21 @@ class ChatSource:
             SourceError: there are no rows, or an option or the chat template cannot be used.
 
         """
-        side = truncation_side or ("right" if tokenizer is None else tokenizer.truncation_side)
-        cutting = Cutting(seq_length, over_long, side, min_supervised)
-        cutting.check()
-        _check(num_workers, on_bad_row, max_refused)
-        masking = MaskOptions(mask_reasoning_content, mask_headers)
-        self._settings = EncoderSettings(tokenizer, cutting, masking, vocab_size, on_bad_row == "skip")
+        if num_workers < 0:
+            raise SourceError(f"num_workers is {num_workers}; expected 0 or more")
+        options.check_options()
+        if options.truncation_side is None:
+            options = replace(options, truncation_side="right" if tokenizer is None else tokenizer.truncation_side)
+        self._options = options
+        self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size)
+        self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
         self._data = open_rows(path, split=split_name(split), subset=subset)
         self._rows = select_rows(len(self._data), split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
         self._num_workers = num_workers
-        self._on_bad_row = on_bad_row
-        self._max_refused = max_refused
         self._refused_before = 0
-        self._gives_each_row = over_long == "truncate" and min_supervised == 0  # all rows but the refused ones
-        self._parts = _PARTS if over_long == "split" else 1
+        self._gives_each_row = _gives_each_row(options)
+        self._parts = _PARTS if options.over_long == "split" else 1
         self._report = SourceReport()
         self._identity: dict[str, JsonValue] = {
             "type": "tokens" if tokenizer is None else "chat",
@@ -105,12 +90,7 @@ class ChatSource:
             "split": split,
             "shuffle_seed": shuffle_seed,
             "max_samples": max_samples,
-            "mask_reasoning_content": mask_reasoning_content,
-            "mask_headers": mask_headers,
-            "truncation_side": side,
-            "over_long": over_long,
-            "min_supervised": min_supervised,
-            "on_bad_row": on_bad_row,
+            **options_identity(options),
         }
 
     def identity(self) -> dict[str, JsonValue]:
@@ -175,7 +155,7 @@ class ChatSource:
         return next(self._samples(record, encoded, 0))
 
     def _read(self, first: int, part: int) -> Iterator[Sample]:
-        allowed = self._max_refused * len(self)
+        allowed = self._options.max_refused * len(self)
         refused = self._refused_before if first else 0
         for record, encoded in enumerate(self._encoded(first), first):
             if encoded.error is not None:
@@ -184,7 +164,7 @@ class ChatSource:
                 if refused > allowed:
                     raise SourceError(
                         f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
-                        f"max_refused ({self._max_refused:.2%} of {len(self):,} rows)"
+                        f"max_refused ({self._options.max_refused:.2%} of {len(self):,} rows)"
                     )
             self._count(record, encoded)
             yield from self._samples(record, encoded, part if record == first else 0)
@@ -211,7 +191,7 @@ class ChatSource:
 
     def _refuse(self, record: int, error: str) -> None:
         where = self.where(record)
-        if self._on_bad_row == "error":
+        if self._options.on_bad_row == "error":
             raise SourceError(f"{where}: {error}")
         self._report.refuse(where, error)
 
@@ -234,10 +214,6 @@ class ChatSource:
         report.empty += encoded.empty
 
 
-def _check(num_workers: int, on_bad_row: str, max_refused: float) -> None:
-    if num_workers < 0:
-        raise SourceError(f"num_workers is {num_workers}; expected 0 or more")
-    if on_bad_row not in ON_BAD_ROW:
-        raise SourceError(f"on_bad_row is {on_bad_row!r}; expected one of {', '.join(ON_BAD_ROW)}")
-    if not 0 <= max_refused <= 1:
-        raise SourceError(f"max_refused is {max_refused}; expected a share from 0 to 1")
+def _gives_each_row(options: ChatOptions) -> bool:
+    """Tell whether all rows but the refused ones give a sample each."""
+    return options.over_long == "truncate" and options.min_supervised == 0

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from dspark_store.sources.cutting import Cut, Cutting, cut
 from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import read_conversation
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.rows import RowData, parse_row
 from dspark_store.sources.source import SourceError
@@ -25,18 +26,22 @@ class EncoderSettings:
 
     Attributes:
         tokenizer: with a chat template; None if all rows are tokens already.
-        cutting: what becomes of long rows.
-        masking: what of an assistant message is not supervised.
+        seq_length: the most tokens of a sample.
+        options: how rows become samples; the side where they are cut is given.
         vocab_size: the ids of rows that are tokens already must be below it, if given.
-        replace_surrogates: replace lone surrogates instead of refusing their row.
 
     """
 
     tokenizer: "PreTrainedTokenizerBase | None"
-    cutting: Cutting
-    masking: MaskOptions = field(default_factory=MaskOptions)
+    seq_length: int
+    options: ChatOptions
     vocab_size: int | None = None
-    replace_surrogates: bool = False
+
+    @property
+    def cutting(self) -> Cutting:
+        """What becomes of long rows."""
+        options = self.options
+        return Cutting(self.seq_length, options.over_long, options.truncation_side or "right", options.min_supervised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class Encoder:
     def __init__(self, settings: EncoderSettings) -> None:
         """Look at the tokenizer's template; SourceError if it cannot be used."""
         self._settings = settings
+        self._cutting = settings.cutting
+        self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
         self._renderer = None if settings.tokenizer is None else Renderer(settings.tokenizer)
 
     def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
@@ -88,7 +95,7 @@ class Encoder:
     def _read(self, data: RowData) -> "_Read":
         try:
             row, replaced = parse_row(data)
-            if replaced and not self._settings.replace_surrogates:
+            if replaced and self._settings.options.on_bad_row == "error":
                 raise SourceError("the row holds half of a surrogate pair, which is no Unicode text")
             if row.get("input_ids") is not None:
                 return _Read(read_tokens(row, self._settings.vocab_size), replaced)
@@ -96,14 +103,14 @@ class Encoder:
                 raise SourceError(
                     f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}"
                 )
-            return _Read(render_with_spans(self._renderer, read_conversation(row), self._settings.masking), replaced)
+            return _Read(render_with_spans(self._renderer, read_conversation(row), self._masking), replaced)
         except SourceError as error:
             return _Read(str(error))
 
     def _cut(self, ids: NDArray[np.int32], mask: NDArray[np.uint8], replaced: bool, warnings: list[str]) -> Encoded:
         if not len(ids):
             return Encoded(error="the row has no tokens (does the chat template render anything?)", empty=True)
-        return Encoded(cut(ids, mask, self._settings.cutting), replaced=replaced, warnings=warnings)
+        return Encoded(cut(ids, mask, self._cutting), replaced=replaced, warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True)

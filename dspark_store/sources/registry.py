@@ -2,12 +2,14 @@
 
 A builder is a function `build(context, *, option, ...)` that returns a `Source`. Its keyword parameters are the options
 that a specification may give; those without a default must be given, and a value is checked against the annotation as
-far as that is made of plain types. A package registers one under a name in the
+far as that is made of plain types. One that is `**options: Annotated[object, Options]` has the fields of the dataclass
+`Options` as well, each of which may be None, which is one not given. A package registers one under a name in the
 entry-point group `dspark_store.sources`. Nothing is imported before its name is asked for.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import UnionType
@@ -89,21 +91,31 @@ def _package(point: EntryPoint) -> str:
 def _check_options(spec: SourceSpec, builder: Builder) -> None:
     parameters = inspect.signature(builder).parameters.values()
     options = {item.name: item for item in parameters if item.kind is item.KEYWORD_ONLY}
-    if not any(item.kind is item.VAR_KEYWORD for item in parameters):
+    try:
+        hints = get_type_hints(builder, include_extras=True)
+    except NameError:  # of a type that is imported for type checkers only
+        hints = {}
+    rest = next((item.name for item in parameters if item.kind is item.VAR_KEYWORD), None)
+    shared = _shared_options(hints.pop(rest, None)) if rest else {}
+    if not rest or shared:
+        known = {**options, **shared}
         for name in spec.options:
-            if name not in options:
-                raise SourceError(f"a source of type {spec.type!r} has no option {name!r}; {nearest(name, options)}")
+            if name not in known:
+                raise SourceError(f"a source of type {spec.type!r} has no option {name!r}; {nearest(name, known)}")
     missing = [name for name, item in options.items() if item.default is item.empty and name not in spec.options]
     if missing:
         raise SourceError(f"a source of type {spec.type!r} needs the option {missing[0]!r}, which is not given")
-    try:
-        hints = get_type_hints(builder)
-    except NameError:  # of a type that is imported for type checkers only
-        return
+    hints |= shared
     for name, value in spec.options.items():
         if name in hints and not _fits(value, hints[name]):
             wanted = " or ".join(_type_names(hints[name])) or "another type"
             raise SourceError(f"option {name!r} of a source of type {spec.type!r} is {value!r}; expected {wanted}")
+
+
+def _shared_options(hint: object) -> dict[str, object]:
+    """Return the fields of the dataclass in the annotation of `**options`, and what each of them may be."""
+    options = next(filter(is_dataclass, getattr(hint, "__metadata__", ())), None)
+    return {name: Union[kind, None] for name, kind in get_type_hints(options).items()} if options else {}  # noqa: UP007
 
 
 def _fits(value: object, hint: object) -> bool:

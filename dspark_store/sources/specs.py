@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import yaml
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import SourceError
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class PartSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceContext:
+class SourceContext(ChatOptions):
     """What the settings of a job say to every source; an option of the source itself wins over them.
+
+    Beside what is listed here those are the options of conversations, of which other sources use what they can.
 
     Attributes:
         seq_length: S, the most tokens of a sample.
@@ -56,13 +59,6 @@ class SourceContext:
         max_samples: at most this many records, after shuffle and split; of a blend as a whole.
         num_samples: records wanted of a source that can give any number of them; None for what it has.
         num_workers: processes that tokenise; 0 for this one.
-        on_bad_row: what happens to a row that cannot be used.
-        max_refused: the share of refused rows, 0 to 1, above which the whole source is refused.
-        min_supervised: samples of fewer supervised tokens are left out.
-        over_long: what happens to records of more than `seq_length` tokens.
-        truncation_side: where they are cut, "right" or "left"; None: as the tokenizer does.
-        mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
-        mask_headers: do not supervise the role headers of assistant messages, as far as that is for a source to choose.
 
     """
 
@@ -75,13 +71,6 @@ class SourceContext:
     max_samples: int | None = None
     num_samples: int | None = None
     num_workers: int = 0
-    on_bad_row: Literal["error", "skip"] = "error"
-    max_refused: float = 0.01
-    min_supervised: int = 0
-    over_long: Literal["truncate", "drop", "split"] = "truncate"
-    truncation_side: Literal["right", "left"] | None = None
-    mask_reasoning_content: bool = False
-    mask_headers: bool = False
 
     def __post_init__(self) -> None:
         if self.load_tokenizer is not None:

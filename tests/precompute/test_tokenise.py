@@ -11,6 +11,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ChatSource
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import Sample, SourceError
 from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
@@ -161,7 +162,11 @@ def test_a_hole_inside_rows_that_are_divided_is_filled_exactly(tmp_path):
 
     def source():
         return ChatSource(
-            path, None, seq_length=LENGTH // 2, over_long="split", on_bad_row="skip", max_refused=0.1, shuffle_seed=5
+            path,
+            None,
+            ChatOptions(over_long="split", on_bad_row="skip", max_refused=0.1),
+            seq_length=LENGTH // 2,
+            shuffle_seed=5,
         )
 
     storage = new_store(tmp_path / "store")

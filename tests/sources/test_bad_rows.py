@@ -7,7 +7,7 @@ import pytest
 
 from dspark_store.cli import main
 from dspark_store.sources import ChatSource, SourceError
-from tests.sources.words import CHAT, word_tokenizer, write_rows
+from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 from tests.tiny import tiny_tokenizer
 
 GOOD = {"messages": CHAT}
@@ -19,7 +19,7 @@ def bad_role(role):
 
 
 def source(path, **options):
-    return ChatSource(path, word_tokenizer(), seq_length=24, **options)
+    return open_chats(path, word_tokenizer(), seq_length=24, **options)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_report_tells_what_was_cut_and_what_is_not_supervised(tmp_path):
     short = ChatSource(path, word_tokenizer(), seq_length=10)
     list(short.read())
     assert (short.report().truncated, short.report().unsupervised, short.report().supervised) == (1, 1, 10)
-    strict = ChatSource(path, word_tokenizer(), seq_length=10, min_supervised=1)
+    strict = open_chats(path, word_tokenizer(), seq_length=10, min_supervised=1)
     assert len(list(strict.read())) == 2
     assert strict.report().too_few_supervised == 1
 
@@ -92,7 +92,7 @@ def test_lone_surrogates_are_refused_or_replaced_and_counted(tmp_path):
     tokenizer = tiny_tokenizer()
     with pytest.raises(SourceError, match="line 1: the row holds half of a surrogate pair"):
         list(ChatSource(path, tokenizer, seq_length=99).read())
-    replacing = ChatSource(path, tokenizer, seq_length=99, on_bad_row="skip")
+    replacing = open_chats(path, tokenizer, seq_length=99, on_bad_row="skip")
     (sample,) = replacing.read()
     assert "hi \ufffd there" in tokenizer.decode(sample.input_ids)
     assert "\U0001f600" in tokenizer.decode(sample.input_ids)

@@ -5,7 +5,7 @@ import pytest
 
 from dspark_store.sources import ChatSource, Sample, Source, SourceError
 from tests.sources.test_masks import bits
-from tests.sources.words import CHAT, HEADER, HEADER_CHAT, PLAIN, TAGGED, word_tokenizer, write_rows
+from tests.sources.words import CHAT, HEADER, HEADER_CHAT, PLAIN, TAGGED, open_chats, word_tokenizer, write_rows
 
 ROW = {"messages": CHAT}
 
@@ -15,7 +15,8 @@ def numbered(count):
 
 
 def source(path, template=PLAIN, seq_length=24, truncation_side="right", **options):
-    return ChatSource(path, word_tokenizer(template, truncation_side=truncation_side), seq_length=seq_length, **options)
+    tokenizer = word_tokenizer(template, truncation_side=truncation_side)
+    return open_chats(path, tokenizer, seq_length=seq_length, **options)
 
 
 def mask_of(path, **options):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources import ChatSource, SourceError
+from dspark_store.sources import SourceError
 from dspark_store.sources.cutting import Cutting, cut
-from tests.sources.words import CHAT, word_tokenizer, write_rows
+from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 
 IDS, MASK = np.arange(7, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1], np.uint8)
 
@@ -52,7 +52,7 @@ def test_impossible_options_are_refused(options):
 
 def test_reading_goes_on_inside_a_row_that_was_divided(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", {"messages": CHAT[:1]}, {"messages": CHAT}, {"messages": CHAT[2:]})
-    source = ChatSource(path, word_tokenizer(), seq_length=4, over_long="split")
+    source = open_chats(path, word_tokenizer(), seq_length=4, over_long="split")
     every = list(source.read())
     assert [len(sample.input_ids) for sample in every] == [4, 1, 4, 4, 4, 4, 2, 4, 4]
     cursors = [sample.cursor for sample in every]

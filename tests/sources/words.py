@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.messages import Message
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values
 
 SPECIAL_WORDS = ["<pad>", "<unk>", "<s>", "</s>"]
 ROLES = ["system", "user", "assistant", "tool", "assistant_thinking"]
@@ -58,6 +61,12 @@ def word_tokenizer(template: str | None = PLAIN, **options: object) -> PreTraine
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def open_chats(path: Path, tokenizer: PreTrainedTokenizerFast | None, **options: Any) -> ChatSource:
+    """Open a source, of which some options are those of conversations."""
+    chat = {name: options.pop(name) for name in option_values(DEFAULT_OPTIONS) if name in options}
+    return ChatSource(path, tokenizer, ChatOptions(**chat), **options)
 
 
 def write_rows(path: Path, *rows: object) -> Path:

@@ -1,0 +1,90 @@
+"""The options of conversations: what a job, one source and `dspark-store tokens` can say alike, defined once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.cutting import OVER_LONG, SIDES
+from dspark_store.sources.source import SourceError
+
+ON_BAD_ROW = ("error", "skip")
+
+_NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, and not what is in its store
+
+
+def _option(default: Any, help: str, **of_flag: Any) -> Any:  # noqa: A002, ANN401 - a field's default, argparse's names
+    return field(default=default, metadata={"help": help, **of_flag})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """How rows become samples, be they tokens or text. A field's metadata is what argparse needs for its flag.
+
+    Attributes:
+        on_bad_row: "error" ends at a row that cannot be used; "skip" leaves it out and counts it. Lone surrogates make
+            a row one that cannot be used, or are replaced by U+FFFD and counted.
+        max_refused: the share of the rows, 0 to 1, that may be left out as unusable before it is an error.
+        over_long: "truncate", "drop" or "split" rows of more than `seq_length` tokens (see `cutting.Cutting`).
+        truncation_side: where they are cut, "right" or "left"; None for the tokenizer's own.
+        min_supervised: leave out samples with fewer supervised tokens.
+
+    """
+
+    on_bad_row: str = _option(
+        "error", "what a row that cannot be used does: end the job, or be skipped and counted", choices=ON_BAD_ROW
+    )
+    max_refused: float = _option(0.01, "share of the rows that may be skipped as unusable before it is an error")
+    over_long: str = _option(
+        "truncate", "what becomes of conversations of more than S tokens: cut, left out, or split", choices=OVER_LONG
+    )
+    truncation_side: str | None = _option(None, "where they are cut: the tokenizer's side if not given", choices=SIDES)
+    min_supervised: int = _option(0, "leave out samples with fewer supervised tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions(RowOptions):
+    """How conversations become samples.
+
+    Attributes:
+        mask_headers: do not supervise the role headers of assistant messages, where the template has no generation
+            tags.
+        mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
+
+    """
+
+    mask_headers: bool = _option(False, "do not supervise the role headers of assistant messages")
+    mask_reasoning_content: bool = _option(False, "do not supervise reasoning_content")
+
+    def check_options(self) -> None:
+        """Raise SourceError naming the first option that cannot be."""
+        for option in fields(ChatOptions):
+            choices, value = option.metadata.get("choices"), getattr(self, option.name)
+            if choices and value not in (option.default, *choices):
+                raise SourceError(f"{option.name} is {value!r}; expected one of {', '.join(choices)}")
+        if not 0 <= self.max_refused <= 1:
+            raise SourceError(f"max_refused is {self.max_refused}; expected a share from 0 to 1")
+        if self.min_supervised < 0:
+            raise SourceError(f"min_supervised is {self.min_supervised}; expected 0 or more")
+
+
+DEFAULT_OPTIONS = ChatOptions()
+
+
+def options_of(given: object, own: Mapping[str, Any] = MappingProxyType({})) -> ChatOptions:
+    """Return the options among the attributes of settings, flags or a context; `own` wins. None is one not given."""
+    values = {option.name: getattr(given, option.name) for option in fields(ChatOptions)}
+    values |= {name: value for name, value in own.items() if value is not None}
+    return ChatOptions(**{name: value for name, value in values.items() if value is not None})
+
+
+def option_values(options: ChatOptions) -> dict[str, Any]:
+    """Return the options by name."""
+    return {option.name: getattr(options, option.name) for option in fields(ChatOptions)}
+
+
+def options_identity(options: ChatOptions) -> dict[str, JsonValue]:
+    """Return the options that decide the samples. One that is None, which is not given, is not among them."""
+    values = option_values(options)
+    return {name: value for name, value in values.items() if name not in _NOT_IDENTITY and value is not None}
