@@ -9,22 +9,27 @@ identity, tokens and content. The layout is specified in docs/format.md.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from dataclasses import dataclass
 
 import numpy as np
 from crc32c import crc32c
 
-from dspark_store.format.codecs import EncodedChunk
+from dspark_store.format.codecs import CRC_BYTES, EncodedChunk
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.jsonvalue import JsonValue, canonical_json
+from dspark_store.format.jsonvalue import JsonFields, JsonValue, canonical_json, parse_json
 from dspark_store.format.storage import ObjectReader, ObjectWriter
 
 TRAILER_VERSION = 1
 _MAGIC = b"DSPKTRLR"
 _ABSENT = np.uint64(2**64 - 1)
 _TAIL_GUESS = 2048
+_MALFORMED = "trailer header is malformed"
+_FIXED_BYTES = 2 * len(_MAGIC) + 8
+_HEADER_BYTES, _HEADER_BYTES_PER_SLOT = 64 * 1024, 24
+"""The longest header: two places, and each row, of which there are no more than slots, as one that is not finite."""
+LEAST_LAYER = -1
+"""The id of the embedding output; that of the last layer is the target's depth less one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,22 @@ class ObjectLabel:
 def parse_label(header: bytes) -> ObjectLabel:
     """Read a trailer's header back; DamagedStoreError when it is not one."""
     try:
-        fields = json.loads(header)
-        if fields["version"] != TRAILER_VERSION:
-            raise DamagedStoreError(f"trailer version {fields['version']!r} is unknown, expected {TRAILER_VERSION}")
-        places = tuple(Place(p["column"], p["slot"], p["layer_id"], p["shard"]) for p in fields["places"])
-        return ObjectLabel(fields["store"], places, fields["rows"], fields["tokens"], tuple(fields["nonfinite"]))
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DamagedStoreError):
-            raise
-        raise DamagedStoreError(f"trailer header is malformed: {error!r}") from error
+        fields = JsonFields.of(parse_json(header), _MALFORMED)
+    except ValueError as error:
+        raise DamagedStoreError(
+            str(error) if isinstance(error, DamagedStoreError) else f"{_MALFORMED}: {error}"
+        ) from error
+    if (version := fields.count("version")) != TRAILER_VERSION:
+        raise DamagedStoreError(f"trailer version {version} is unknown, expected {TRAILER_VERSION}")
+    places = tuple(_parse_place(JsonFields.of(place, _MALFORMED)) for place in fields.items("places"))
+    rows = fields.count("rows")
+    nonfinite = fields.counts("nonfinite", most=rows - 1)
+    return ObjectLabel(fields.text("store"), places, rows, fields.text("tokens"), nonfinite)
+
+
+def _parse_place(fields: JsonFields) -> Place:
+    layer_id = fields.count("layer_id", LEAST_LAYER) if fields.has("layer_id") else None
+    return Place(fields.text("column"), fields.count("slot"), layer_id, fields.count("shard"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +169,33 @@ class ObjectTail:
 
 
 def read_tail(reader: ObjectReader, slots: int) -> ObjectTail:
-    """Read and check an object's trailer and index; DamagedStoreError when they are not whole."""
+    """Read and check an object's trailer and index; DamagedStoreError when they are not whole.
+
+    Every range of the tail that is returned lies inside of the object's data, and no two overlap.
+    """
     index_bytes = 16 * slots + 4
-    want = min(reader.size, index_bytes + 4 * slots + _TAIL_GUESS)
-    tail = reader.read(reader.size - want, want)
-    if len(tail) != want or want < index_bytes + len(_MAGIC) + 4:
+    least = _FIXED_BYTES + 4 * slots
+    if reader.size < least + index_bytes:
         raise DamagedStoreError(f"object of {reader.size} bytes is too short for its index of {slots} chunks")
+    want = min(reader.size, index_bytes + least + _TAIL_GUESS)
+    tail = _read(reader, want)
     end = len(tail) - index_bytes
     if tail[end - len(_MAGIC) : end] != _MAGIC:
         raise DamagedStoreError("trailer is missing before the shard index")
     (length,) = struct.unpack_from("<I", tail, end - len(_MAGIC) - 4)
-    if length > reader.size - index_bytes:
-        raise DamagedStoreError(f"trailer length {length} is longer than the object")
+    if not least <= length <= min(reader.size - index_bytes, least + _HEADER_BYTES + _HEADER_BYTES_PER_SLOT * slots):
+        raise DamagedStoreError(f"trailer of an object of {reader.size} bytes cannot have {length}")
     if length > end:
-        tail = reader.read(reader.size - index_bytes - length, index_bytes + length)
-    tail = tail[len(tail) - index_bytes - length :]
-    return _parse_tail(tail, slots, reader.size, length)
+        tail = _read(reader, index_bytes + length)
+    return _parse_tail(tail[len(tail) - index_bytes - length :], slots, reader.size, length)
+
+
+def _read(reader: ObjectReader, count: int) -> bytes:
+    """Read the last bytes of an object."""
+    tail = reader.read(reader.size - count, count)
+    if len(tail) != count:
+        raise DamagedStoreError(f"object ends {count - len(tail)} bytes early")
+    return tail
 
 
 def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
@@ -180,22 +203,37 @@ def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
     if crc32c(index_bytes) != stored_crc:
         raise DamagedStoreError("shard index checksum is wrong")
     (header_length,) = struct.unpack_from("<I", tail, len(_MAGIC))
-    if tail[: len(_MAGIC)] != _MAGIC or length != len(_MAGIC) * 2 + 8 + header_length + 4 * slots:
+    if tail[: len(_MAGIC)] != _MAGIC or length != _FIXED_BYTES + header_length + 4 * slots:
         raise DamagedStoreError("trailer is malformed")
     header_end = len(_MAGIC) + 4 + header_length
     index = np.frombuffer(index_bytes, "<u8").reshape(slots, 2)
     absent = index[:, 0] == _ABSENT
-    sizes = np.where(absent, np.uint64(0), index[:, 1])
-    data_bytes = size - len(tail)
-    if int(sizes.sum()) != data_bytes or bool((index[:, 0][~absent] + sizes[~absent] > data_bytes).any()):
+    if bool((index[absent, 1] != _ABSENT).any()) or not _covers(index[~absent], size - len(tail)):
         raise DamagedStoreError("shard index does not cover the object's data")
+    offsets, sizes = np.where(absent[:, None], np.uint64(0), index).T
     return ObjectTail(
-        offsets=np.where(absent, np.uint64(0), index[:, 0]),
+        offsets=offsets,
         sizes=sizes,
         crcs=np.frombuffer(tail, "<u4", slots, header_end),
         label=parse_label(tail[len(_MAGIC) + 4 : header_end]),
         record=ObjectRecord(size, _digest(tail)),
     )
+
+
+def _covers(ranges: np.ndarray, data_bytes: int) -> bool:
+    """Tell whether ranges, (n, 2) offsets and sizes, are chunks that stand one behind the other in all of the data.
+
+    Nothing is added before it is known to be small: sums of such numbers wrap.
+    """
+    if bool((ranges > data_bytes).any()) or bool((ranges[:, 1] < CRC_BYTES).any()):
+        return False
+    offsets, sizes = ranges[:, 0], ranges[:, 1]
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        order = np.argsort(offsets, kind="stable")
+        offsets, sizes = offsets[order], sizes[order]
+    # as differences, which do not wrap here: each chunk begins where the one before it ends
+    begins = np.append(offsets, np.uint64(data_bytes))
+    return int(begins[0]) == 0 and bool((np.diff(begins) == sizes).all())
 
 
 def tail_bytes(label: ObjectLabel, slots: int) -> int:
@@ -204,7 +242,7 @@ def tail_bytes(label: ObjectLabel, slots: int) -> int:
 
 
 def _trailer_bytes(header: bytes, slots: int) -> int:
-    return len(_MAGIC) * 2 + 8 + len(header) + 4 * slots
+    return _FIXED_BYTES + len(header) + 4 * slots
 
 
 def _digest(tail: bytes) -> int:

@@ -74,16 +74,11 @@ def open_checked(
 
 
 def _check_layout(tail: ObjectTail, grid: ShardGrid) -> None:
-    """Raise DamagedStoreError unless the chunks lie side by side, those of a row in order, with nothing between."""
+    """Raise DamagedStoreError unless the chunks of a row stand side by side and in order."""
     try:
         chunk_bounds(tail.offsets, tail.sizes, grid.chunks_per_row)
     except ValueError as error:
         raise DamagedStoreError(str(error)) from error
-    present = tail.present
-    order = np.argsort(tail.offsets[present], kind="stable")
-    offsets, sizes = tail.offsets[present][order], tail.sizes[present][order]
-    if not np.array_equal(offsets, np.concatenate([[0], np.cumsum(sizes)[:-1]])[: offsets.size]):
-        raise DamagedStoreError("holds bytes between its chunks")
 
 
 def decoding_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

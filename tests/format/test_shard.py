@@ -1,5 +1,7 @@
 """One object: chunks in the order they came, a trailer that says what they are, an index that Zarr reads."""
 
+import json
+import random
 import struct
 from collections.abc import Buffer, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from dspark_store.format.codecs import EncodedChunk, plain_chain
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.jsonvalue import canonical_json
+from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ObjectTail, Place, ShardWriter, parse_label, read_tail
 
 SLOTS = 6
@@ -108,7 +110,7 @@ def test_the_tail_says_what_was_written(order: list[int], count: int) -> None:
 
 
 def test_a_long_label_needs_a_second_read_and_comes_back() -> None:
-    label = ObjectLabel("a-store", (PLACE, PLACE), 2, "t", tuple(range(5000)))
+    label = ObjectLabel("a-store", (PLACE, PLACE), 5000, "t", tuple(range(5000)))
     memory, record = write(label=label)
     tail = tail_of(memory.data)
     assert (tail.label, tail.record) == (label, record)
@@ -195,11 +197,12 @@ def test_an_index_that_does_not_cover_the_data_is_named() -> None:
         tail_of(forged)
 
 
-def test_a_trailer_longer_than_the_object_is_named() -> None:
+@pytest.mark.parametrize("length", [0, 23 + 4 * SLOTS, 2**31])
+def test_a_trailer_that_cannot_be_so_long_is_named(length: int) -> None:
     memory, _ = write()
     end = len(memory.data) - 16 * SLOTS - 4 - 12
-    with pytest.raises(DamagedStoreError, match="longer than the object"):
-        tail_of(memory.data[:end] + struct.pack("<I", 2**31) + memory.data[end + 4 :])
+    with pytest.raises(DamagedStoreError, match=f"cannot have {length}"):
+        tail_of(memory.data[:end] + struct.pack("<I", length) + memory.data[end + 4 :])
 
 
 def test_an_empty_object_is_too_short() -> None:
@@ -218,14 +221,102 @@ def test_a_malformed_header_is_damage(header: bytes) -> None:
         parse_label(header)
 
 
+COUNTS = st.integers(0, 2**63 - 1)
 LABELS = st.builds(
     ObjectLabel,
     st.text(),
-    st.lists(st.builds(Place, st.text(), st.integers(0), st.none() | st.integers(-1), st.integers(0))).map(tuple),
-    st.integers(0),
+    st.lists(st.builds(Place, st.text(), COUNTS, st.none() | st.integers(-1, 2**63 - 1), COUNTS)).map(tuple),
+    st.just(2**63 - 1),
     st.text(),
-    st.lists(st.integers(0)).map(tuple),
+    st.lists(st.integers(0, 2**63 - 2)).map(tuple),
 )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rows": -1},
+        {"rows": True},
+        {"rows": 2**63},
+        {"rows": 1.0},
+        {"nonfinite": [2]},
+        {"nonfinite": "0"},
+        {"nonfinite": [[0]]},
+        {"store": 5},
+        {"tokens": None},
+        {"places": {}},
+        {"places": [None]},
+        {"places": [{"column": 1, "slot": 0, "layer_id": None, "shard": 0}]},
+        {"places": [{"column": "a", "slot": -1, "layer_id": None, "shard": 0}]},
+        {"places": [{"column": "a", "slot": 0, "layer_id": -2, "shard": 0}]},
+        {"places": [{"column": "a", "slot": 0, "layer_id": None, "shard": "0"}]},
+    ],
+)
+def test_a_header_with_a_value_of_another_type_or_range_is_damage(field: dict[str, JsonValue]) -> None:
+    with pytest.raises(DamagedStoreError, match="malformed"):
+        parse_label(canonical_json({**json.loads(LABEL.header()), **field}))
+
+
+def index_of(*ranges: tuple[int, int]) -> bytes:
+    """Return an object of 30 bytes of data whose first slots have these ranges, the checksum of its index right."""
+    memory, _ = write()
+    data, tail = memory.data[: -16 * SLOTS - 4], [*ranges, *[(2**64 - 1, 2**64 - 1)] * (SLOTS - len(ranges))]
+    index = b"".join(struct.pack("<QQ", *entry) for entry in tail)
+    return data + index + struct.pack("<I", crc32c(index))
+
+
+DATA_BYTES = sum(slot + 5 for slot in ORDER)
+
+
+def test_ranges_that_cover_the_data_are_accepted_in_any_order() -> None:
+    tail = tail_of(index_of((8, DATA_BYTES - 8), (0, 8)))
+    assert tail.sizes.tolist() == [DATA_BYTES - 8, 8, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(2**64 - 8, 8), (0, DATA_BYTES - 8)],
+        [(8, 2**64 - 8), (0, DATA_BYTES + 8)],
+        [(0, 2**63), (0, 2**63), (0, DATA_BYTES)],
+        [(0, 8), (4, DATA_BYTES - 8)],
+        [(0, 8), (0, DATA_BYTES - 8)],
+        [(4, DATA_BYTES - 4)],
+        [(0, DATA_BYTES), (DATA_BYTES, 0)],
+        [(0, DATA_BYTES - 3), (DATA_BYTES - 3, 3)],
+        [(0, DATA_BYTES), (2**64 - 1, 7)],
+    ],
+)
+def test_ranges_that_wrap_overlap_or_leave_bytes_out_are_damage(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(DamagedStoreError, match="does not cover"):
+        tail_of(index_of(*ranges))
+
+
+NUMBERS = (0, 1, 3, 4, 5, 7, 8, DATA_BYTES - 1, DATA_BYTES, DATA_BYTES + 1, 2**31, 2**32, 2**63, 2**64 - 8, 2**64 - 1)
+
+
+def test_whatever_a_tail_says_no_range_of_it_leaves_the_data() -> None:
+    rng, accepted = random.Random(1), 0
+    begin, end = DATA_BYTES, -16 * SLOTS - 4
+    memory, _ = write()
+    for _ in range(20_000):
+        trailer, index = bytearray(memory.data[begin:end]), bytearray(memory.data[end:-4])
+        for _ in range(rng.randrange(1, 4)):
+            place = rng.randrange(2 * SLOTS)
+            near = rng.choice(NUMBERS) + rng.randrange(-2, 3) * rng.randrange(2)
+            struct.pack_into("<Q", index, 8 * place, near % 2**64)
+        if rng.randrange(4) == 0:
+            trailer[rng.randrange(len(trailer))] ^= 1 << rng.randrange(8)
+        forged = memory.data[:begin] + trailer + index + struct.pack("<I", crc32c(bytes(index)))
+        try:
+            tail = tail_of(forged)
+        except DamagedStoreError:
+            continue
+        accepted += 1
+        ranges = zip(tail.offsets.tolist(), tail.sizes.tolist(), strict=True)
+        assert all(offset >= 0 and offset + size <= DATA_BYTES for offset, size in ranges)
+        assert max(tail.label.nonfinite, default=-1) < tail.label.rows
+    assert accepted
 
 
 @given(LABELS)
