@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ class Prefetcher[T]:
 
     Items made and not yet taken take at most ``limit_bytes``; one item is always allowed. An exception of the producer
     is raised to the consumer in the place of the item that failed, with its own traceback. After `close`, or the last
-    item, no thread is left.
+    item, no thread is left; the end of the interpreter closes too.
     """
 
     def __init__(self, work: Iterable[Ahead[T]], limit_bytes: int) -> None:
@@ -34,10 +35,12 @@ class Prefetcher[T]:
         self._closed = False
         self._finished = False
         self._error: BaseException | None = None
+        self._stopped = False
         self._process = os.getpid()
         # the thread alone holds the work, and drops it when it ends
         self._thread = threading.Thread(target=self._produce, args=(work,), name="prefetch", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a daemon thread that is ended amid a read can take the process down with it
 
     def __iter__(self) -> Self:
         return self
@@ -62,6 +65,8 @@ class Prefetcher[T]:
 
     def close(self) -> None:
         """Stop producing, wait for the thread, and drop what was made: the consumer gets no more."""
+        if self._stopped:  # and the interpreter may have taken this module's names away
+            return
         if self._process != os.getpid():  # the thread stayed in the process that was forked, maybe with the lock
             return
         with self._changed:
@@ -70,6 +75,8 @@ class Prefetcher[T]:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._ready.clear()
+        self._stopped = True
+        atexit.unregister(self.close)
 
     def _produce(self, work: Iterable[Ahead[T]]) -> None:
         try:

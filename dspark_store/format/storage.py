@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -179,9 +179,10 @@ class LocalObject:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        descriptor = getattr(self, "_descriptor", -1)  # at the interpreter's end the names of this module are gone
+        if descriptor >= 0:
+            close(descriptor)
 
 
 class LocalObjectWriter:

@@ -29,10 +29,9 @@ def tokenise(
     committed = set(ledger.committed())
     last = max(committed, default=-1)
     with Progress("tokenise", len(source), "rows") as progress:
-        shard, cursor, given, tokens, ended = 0, 0, 0, 0, False
+        shard, cursor, given, tokens, passed, ended = 0, 0, 0, 0, 0, False
         samples: Iterator[Sample] | None = None
         while not ended:
-            before = source.record_of(cursor)
             if shard in committed:
                 count, cursor, samples = int(ledger.row(shard)[2, 1]), int(ledger.row(shard)[2, 0]), None
             else:
@@ -50,7 +49,8 @@ def tokenise(
                     f"the source ended at record {source.record_of(cursor)} of {len(source)}: it changed while it was "
                     "read"
                 )
-            progress.advance(source.record_of(cursor) - before, f"{tokens:,} new tokens")
+            progress.advance(source.record_of(cursor) - passed, f"{tokens:,} new tokens")
+            passed = source.record_of(cursor)
             shard, given = shard + (count > 0), given + count
             check()
     if shard == 0:

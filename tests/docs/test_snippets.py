@@ -6,9 +6,9 @@ directory with the chats, the YAML files of the pages and, for the pages of the 
 
 import contextlib
 import re
-import runpy
 import shutil
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -193,23 +193,25 @@ def python_stage(with_store):
     return with_store
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_the_python_snippets_run_one_after_the_other(page, python_stage, tmp_path):
-    lines: list[str] = []
-    for block in blocks(page, "python"):
-        assert not block.reason
-        lines += [""] * (block.line - len(lines)) + block.text.splitlines()
-    script = tmp_path / f"{page.stem}.py"
-    script.write_text("\n".join(lines), encoding="utf-8")
-    steps = []
-    with contextlib.chdir(python_stage):
-        left = runpy.run_path(str(script), {"step": lambda *tensors: steps.append(tensors)})
-    if page.name == "README.md":
-        assert left["batch"]["target_hidden_states"].shape == (3, 2, 256, HIDDEN_SIZE)
-    if page.name == "training.md":
-        assert [tuple(tensor.shape) for tensor in steps[0]] == [
-            (8, 4096),
-            (8, 4096),
-            (8, 4096, 3 * HIDDEN_SIZE),
-            (8, 4096, HIDDEN_SIZE),
-        ]
+STEP = f"""def step(ids, mask, layers, last):
+    assert ids.shape == mask.shape == (8, 4096)
+    assert layers.shape == (8, 4096, {3 * HIDDEN_SIZE}) and last.shape == (8, 4096, {HIDDEN_SIZE})
+
+"""
+"""What docs/training.md leaves to its reader."""
+CHECKS = {"README.md": f"assert batch['target_hidden_states'].shape == (3, 2, 256, {HIDDEN_SIZE})"}
+"""What a page must have come to."""
+PYTHON = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+
+
+@pytest.mark.parametrize(("page", "number"), PYTHON, ids=[f"{name_of(page)}:{number}" for page, number in PYTHON])
+def test_a_python_snippet_ends_without_a_word_on_stderr(page, number, python_stage, tmp_path):
+    """As a process of its own, after the blocks before it, which still holds all that it opened when it ends."""
+    shown = blocks(page, "python")[: number + 1]
+    assert not any(block.reason for block in shown)
+    shutil.copytree(python_stage, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("draft"))
+    script = tmp_path / "script.py"
+    text = [STEP, *(block.text for block in shown), CHECKS.get(name_of(page), "")]
+    script.write_text("\n".join(text), encoding="utf-8")
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -289,3 +291,20 @@ def test_a_state_that_would_give_another_stream_is_refused(many) -> None:
         assert (loader.epoch, loader.state_dict()["consumed"]) == (0, 0)
     with pytest.raises(ValueError, match="another end rule"):
         loader_of(many[29], 4, seed=3).load_state_dict({**state, "consumed": 32})
+
+
+@pytest.mark.parametrize(
+    "ending", ["", "raise SystemExit", "import builtins; builtins.kept = batches", "loader.close()", "cache.close()"]
+)
+def test_a_script_may_end_in_the_midst_of_an_epoch(ending, tmp_path):
+    store = build_store(tmp_path, lengths=LENGTHS, weights=False).path
+    script = f"""
+import dspark_store
+cache = dspark_store.open_cache({str(store)!r})
+loader = dspark_store.CacheLoader(cache, 2)
+batches = iter(loader)
+batch = next(batches)
+{ending}
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

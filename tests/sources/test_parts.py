@@ -7,6 +7,7 @@ from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.sources.parts import build_blend
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.specs import SourceContext, SpecValue
+from tests.sources.megatron.pairs import write_pair
 
 CONTEXT = SourceContext(seq_length=4, vocab_size=50)
 
@@ -80,3 +81,27 @@ def test_a_megatron_blend_of_windows_is_megatrons_own(tmp_path):
     assert "".join(str(sample.origin) for sample in blend.read()) == "1011011011"
     first = next(sample for sample in blend.read() if sample.origin == 0)
     assert first.input_ids.tolist() == [301, 302, 303, 0]
+
+
+@pytest.mark.parametrize("sizes", [[0, 3, 2], [0, 0, 3, 0, 6, 0], [5, 0, 0, 3]])
+@pytest.mark.parametrize("over_long", ["truncate", "drop", "split"])
+def test_a_pair_with_empty_documents_takes_each_turn_with_the_document_of_that_turn(sizes, over_long, tmp_path):
+    write_pair(tmp_path / "a", [[7] * size for size in sizes])
+    write_pair(tmp_path / "b", [[8]] * (len(sizes) + 1))
+    pairs: list[SpecValue] = [
+        {"type": "megatron", "path": str(tmp_path / name), "over_long": over_long, "shuffle_seed": None}
+        for name in "ab"
+    ]
+    blend = build_blend(
+        CONTEXT, sources=[1, pairs[0], 1, pairs[1]], schedule="megatron", samples=4 * len(sizes), on_short="wrap"
+    )
+    samples = list(blend.read())
+    firsts = {blend.record_of(sample.cursor - 1): sample for sample in reversed(samples)}
+    for turn in range(len(blend)):
+        if turn in firsts:
+            assert blend.sample(turn).input_ids.tolist() == firsts[turn].input_ids.tolist()
+        else:
+            with pytest.raises(SourceError, match="gives no sample"):
+                blend.sample(turn)
+    for place, sample in enumerate(samples):
+        assert [later.cursor for later in blend.read(sample.cursor)] == [later.cursor for later in samples[place + 1 :]]

@@ -14,7 +14,7 @@ class ReadCounts:
     def __init__(self, plan: Plan, report: SourceReport, cursor: int) -> None:
         """Begin at a cursor."""
         self._plan, self._report = plan, report
-        self._records = plan.records_before(cursor)
+        self._records = plan.records_before(cursor) if cursor else 0  # empty ones at the beginning are counted too
         self._given = 0  # samples that the record being read has given
 
     def add(self, number: int, sample: Sample, *, given: bool) -> None:

@@ -111,8 +111,8 @@ class DocumentPlan:
         return [(int(self._starts[record]) + start, int(self._starts[record]) + stop)]
 
     def records_before(self, sample: int) -> int:
-        """Return the documents done before a sample; those without tokens are done with the one before them."""
-        return int(np.searchsorted(self._samples_until, sample, side="right")) if sample else 0
+        """Return the documents done before a sample; those without tokens are done with the one before them, if any."""
+        return int(np.searchsorted(self._samples_until, sample, side="right"))
 
     def first_sample(self, record: int) -> int | None:
         """Return the first sample of a document, or None if it is empty or dropped."""

@@ -46,7 +46,7 @@ def test_reading_goes_on_from_every_cursor(options, tmp_path):
     assert all(before < after for before, after in itertools.pairwise(cursors))
     for sample, after in zip(samples, range(1, len(samples) + 1), strict=True):
         assert ids(opened.read(sample.cursor)) == ids(samples[after:])
-    assert opened.record_of(0) == 0
+    assert opened.record_of(0) == int("over_long" in options)  # the empty document; no window
     assert opened.record_of(cursors[-1]) == len(opened)
     with pytest.raises(ValueError, match="cursor is 99"):
         opened.read(99)
@@ -309,3 +309,9 @@ def test_options_that_cannot_be_are_refused(options, message, tmp_path):
     prefix = write_pair(tmp_path / "a", [[1]])
     with pytest.raises(SourceError, match=message):
         build_megatron(SourceContext(seq_length=4), path=str(prefix), **options)
+
+
+def test_the_report_counts_empty_documents_at_the_beginning_too(tmp_path):
+    opened = source(write_pair(tmp_path / "a", [[], [], [1], []]))
+    assert len(list(opened.read())) == 1
+    assert (opened.report().read, opened.report().empty) == (4, 3)
