@@ -55,7 +55,7 @@ class StoreIndex:
         """(N,) uint16: the number of each sample's source, 0 throughout in a store of one; names are in the schema."""
         schema = self._record.schema
         if not schema.sources:
-            return np.zeros(schema.num_samples, np.uint16)
+            return np.broadcast_to(np.uint16(0), (schema.num_samples,))
         source = self._token_index(INDEX_SOURCE)
         if self._record.phase != "tokens" and (source >= len(schema.sources)).any():
             raise DamagedStoreError(f"index array {INDEX_SOURCE} of {self._storage} names no source of the store")
@@ -65,7 +65,7 @@ class StoreIndex:
     def status(self) -> np.ndarray:
         """(N,) uint8: 0 good, 1 non-finite; 255 throughout while the store is growing."""
         if not self._record.complete:
-            return np.full(self._record.schema.num_samples, STATUS_FILL, np.uint8)
+            return np.broadcast_to(np.uint8(STATUS_FILL), (self._record.schema.num_samples,))
         return self._read(INDEX_STATUS, self._record.schema.final_index()[INDEX_STATUS])
 
     @cached_property
@@ -125,7 +125,7 @@ class StoreIndex:
     def _token_index(self, path: str) -> np.ndarray:
         spec = self._record.schema.token_index()[path]
         if self._record.phase == "tokens":
-            return np.zeros(spec.shape, spec.data_type)
+            return np.broadcast_to(np.zeros((), spec.data_type), spec.shape)  # N is an announcement so far
         return self._read(path, spec)
 
     def _read(self, path: str, spec: ArraySpec) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class Survey:
     """
 
     view: StoreView | None
-    shards: range
+    shards: Sequence[int]
     problems: tuple[Problem, ...]
 
     def shard_check(self) -> ShardCheck:

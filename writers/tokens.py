@@ -173,29 +173,33 @@ def read_token_shard(storage: Storage, record: StoreRecord, shard: int) -> Token
 
 def _read_rows(storage: Storage, record: StoreRecord, shard: int, ledger_row: Sequence[ObjectRecord]) -> TokenRows:
     ids_record, mask_record, cursor = ledger_row
+    if cursor.digest > record.schema.shard_size:
+        raise DamagedStoreError(
+            f"row of shard {shard} in the token ledger of {storage} names {cursor.digest:,} samples, a shard has "
+            f"{record.schema.shard_size:,} at most"
+        )
     ids = _read_column(storage, record, IDS, shard, cursor.digest, ids_record)
     masks = _read_column(storage, record, MASK, shard, cursor.digest, mask_record)
-    lengths = [int((values != ID_FILL).sum()) for values in ids]
-    if any(length != int((mask != MASK_FILL).sum()) for length, mask in zip(lengths, masks, strict=True)):
+    if any(len(values) != len(mask) for values, mask in zip(ids, masks, strict=True)):
         raise DamagedStoreError(f"ids and masks of shard {shard} differ in length")
-    return TokenRows(
-        [values[:length] for values, length in zip(ids, lengths, strict=True)],
-        [values[:length] for values, length in zip(masks, lengths, strict=True)],
-    )
+    return TokenRows(ids, masks)
 
 
 def _read_column(
     storage: Storage, record: StoreRecord, column: str, shard: int, rows: int, ledger_row: ObjectRecord
 ) -> list[np.ndarray]:
+    """Return the values of each row, without what fills it up."""
     schema = record.schema
     key = object_key(column, shard)
     expected = Expected(record.store_id, Place(column, 0, None, shard), ledger_row)
     stored = open_object(storage, key, schema.tokens.slots, expected)
-    dtype = "<i4" if column == IDS else "u1"
+    dtype, fill = ("<i4", ID_FILL) if column == IDS else ("u1", MASK_FILL)
     try:
-        values = [np.empty(schema.seq_length, dtype) for _ in range(rows)]
-        for slot, out in enumerate(values):
+        out = np.empty(schema.seq_length, dtype)
+        values = []
+        for slot in range(rows):
             stored.decode(slot, schema.chain(column), out)
+            values.append(out[: int((out != fill).sum())].copy())
     finally:
         stored.reader.close()
     return values

@@ -25,7 +25,17 @@ from dspark_store.format.jsonvalue import JsonValue
 CRC_BYTES = 4
 CODEC_PRESETS = ("none", "fast", "default", "dense")
 _BLOCKSIZE = 512 * 1024
+_ANY_CHUNK_BYTES, _MOST_INFLATED = 64 * 1024 * 1024, 256
 _CRC: dict[str, JsonValue] = {"name": "crc32c"}
+
+
+def refuse_inflated(decoded: int, stored: int) -> None:
+    """Raise DamagedStoreError for a chunk that would become large, and by far more than any real one does.
+
+    So the memory that decoding takes is borne out by the bytes that are stored.
+    """
+    if decoded > _ANY_CHUNK_BYTES and decoded > _MOST_INFLATED * stored:
+        raise DamagedStoreError(f"chunk of {stored:,} bytes would become {decoded:,}: more than {_MOST_INFLATED}-fold")
 
 
 class Compressor(Protocol):
@@ -171,6 +181,7 @@ class CodecChain:
         payload = stored[:-CRC_BYTES]
         if crc is not None:
             self.check(stored, crc)
+        refuse_inflated(out.nbytes, len(payload))
         try:
             self.compressor.decompress(payload, out)
         except (RuntimeError, ValueError, TypeError) as error:

@@ -124,6 +124,13 @@ class JsonFields:
         """Return a whole number from ``least`` to ``most``."""
         return self._count(self._field(name), name, least, most)
 
+    def number(self, name: str) -> float:
+        """Return a number, whole or not."""
+        value = self._field(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+        return self._refuse(name, value, "a number")
+
     def counts(self, name: str, least: int = 0, most: int = MOST_COUNTED) -> tuple[int, ...]:
         """Return a list of whole numbers from ``least`` to ``most``."""
         return tuple(self._count(value, name, least, most) for value in self.items(name))
@@ -153,9 +160,9 @@ class JsonFields:
         value = self._field(name)
         return value if isinstance(value, Mapping) else self._refuse(name, value, "an object")
 
-    def inside(self, name: str) -> JsonFields:
-        """Return an object whose fields are read in turn."""
-        return JsonFields.of(self._field(name), f"{self.where}: {name}")
+    def is_null(self, name: str) -> bool:
+        """Tell whether a field, which must be there, is null."""
+        return self._field(name) is None
 
     def has(self, name: str) -> bool:
         """Tell whether a field is there and not null."""

@@ -17,7 +17,7 @@ from dspark_store.format.schema import IDS, MASK, TOKEN_OBJECTS
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
 
-_ROW_NAME = re.compile(r"c\.(\d+)\.0\.0")
+_ROW_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0\.0")
 
 
 def pack_array(values: np.ndarray) -> bytes:

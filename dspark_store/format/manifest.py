@@ -7,13 +7,22 @@ people and never compared, because a moved corpus is the same and an edited one 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
-from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.jsonvalue import JsonValue, json_digest
-from dspark_store.format.schema import StoreSchema, parse_layout
+from dspark_store.format.damage import DamagedStoreError, remedy
+from dspark_store.format.jsonvalue import JsonFields, JsonValue, json_digest, shown
+from dspark_store.format.schema import (
+    HEAD_BIAS,
+    MOST_CHUNKS,
+    MOST_IDS,
+    MOST_LAYERS,
+    WEIGHTS,
+    StoreSchema,
+    parse_layout,
+)
+from dspark_store.format.shard import LEAST_LAYER
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "dspark_store"
@@ -22,6 +31,15 @@ RECORDED_FIELDS = frozenset({"target_model", "train_data_path", "target_revision
 """Manifest fields that are written down and never compared."""
 SETTLED_FIELDS = frozenset({"num_samples"})
 """Manifest fields that the token phase finds out; they follow from the others."""
+
+_MANIFEST_COUNTS = (
+    *("target_vocab_size", "hidden_size", "num_hidden_layers", "seq_length", "num_samples", "shard_size"),
+    *("target_hidden_dim", "target_last_hidden_dim", "batch_size", "chunk_tokens", "target_num_hidden_layers_full"),
+)
+_MANIFEST_TEXTS = (
+    *("target_model", "target_model_type", "dtype", "train_data_path", "train_split", "chat_template_sha256"),
+    *("tokenizer_sha256", "target_weights", "target_revision", "compute_dtype", "attn_implementation", "codec"),
+)
 
 type Manifest = Mapping[str, JsonValue]
 type Phase = Literal["tokens", "states", "complete"]
@@ -66,10 +84,17 @@ class CopiedFrom:
         return {**asdict(self), "layer_ids": list(self.layer_ids)}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, JsonValue]) -> CopiedFrom:
-        """Read the attribute back; KeyError or TypeError when it is not one."""
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name != "layer_ids"}
-        return cls(**known, layer_ids=tuple(cast("list[int]", fields["layer_ids"])))  # type: ignore[arg-type]
+    def from_json(cls, fields: JsonFields) -> CopiedFrom:
+        """Read the attribute back; DamagedStoreError when it is not one."""
+        return cls(
+            store_id=fields.text("store_id"),
+            seal=fields.text("seal"),
+            capture_shard_size=fields.count("capture_shard_size", 1, MOST_CHUNKS),
+            shard_size=fields.count("shard_size", 1, MOST_CHUNKS),
+            codec=fields.text("codec"),
+            chunk_tokens=fields.count("chunk_tokens", 1),
+            layer_ids=fields.counts("layer_ids", LEAST_LAYER, MOST_LAYERS),
+        )
 
 
 def identity_digest(manifest: Manifest, copied_from: CopiedFrom | None = None) -> str:
@@ -153,28 +178,85 @@ class StoreRecord:
 def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord:
     """Read a store's attributes; ValueError for another format version, DamagedStoreError for malformed ones."""
     version = attributes.get("format_version")
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
         raise ValueError(
-            f"store at {where} has format_version {version!r}, this version of dspark-store reads {FORMAT_VERSION}; "
-            "run the precompute again, or install the version that wrote it"
+            f"store at {where} has format_version {shown(version)}, this version of dspark-store reads "
+            f"{FORMAT_VERSION}; run the precompute again, or install the version that wrote it"
         )
-    copied = cast("Mapping[str, JsonValue] | None", attributes.get("copied_from"))
     try:
-        return StoreRecord(
-            store_id=cast(str, attributes["store_id"]),
-            schema=parse_layout(cast("Mapping[str, JsonValue]", attributes["layout"])),
-            phase=cast(Phase, attributes["phase"]),
-            declared_complete=attributes["declared_complete"] is True,
-            manifest=cast(Manifest, attributes["manifest"]),
-            target_config=cast("Mapping[str, JsonValue] | None", attributes["target_config"]),
-            head=cast(Mapping[str, JsonValue], attributes["head"]),
-            producers=tuple(cast("list[Mapping[str, JsonValue]]", attributes["producers"])),
-            weights=cast(Mapping[str, Sequence[int]], attributes["weights"]),
-            checksums=cast(Mapping[str, str], attributes["checksums"]),
-            copied_from=None if copied is None else CopiedFrom.from_json(copied),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedStoreError(f"zarr.json of the store at {where} is malformed: {error!r}") from error
+        return _parse(JsonFields(attributes, "attributes"))
+    except ValueError as error:
+        raise DamagedStoreError(f"zarr.json of the store at {where} is malformed: {error}; {remedy(where)}") from error
+
+
+def _parse(fields: JsonFields) -> StoreRecord:
+    schema = parse_layout(fields.table("layout"))
+    if fields.has("semantics"):
+        fields.table("semantics")
+    checksums = JsonFields(fields.table("checksums"), "checksums")
+    producers = [_parse_producer(JsonFields.of(item, "a producer")) for item in fields.items("producers")]
+    copied = JsonFields(fields.table("copied_from"), "copied_from") if fields.has("copied_from") else None
+    return StoreRecord(
+        store_id=fields.text("store_id"),
+        schema=schema,
+        phase=_parse_phase(fields),
+        declared_complete=fields.flag("declared_complete"),
+        manifest=_parse_manifest(JsonFields(fields.table("manifest"), "manifest")),
+        target_config=None if fields.is_null("target_config") else fields.table("target_config"),
+        head=_parse_head(JsonFields(fields.table("head"), "head")),
+        producers=tuple(producers),
+        weights=_parse_weights(JsonFields(fields.table("weights"), "weights"), schema),
+        checksums={path: checksums.text(path) for path in checksums.fields},
+        copied_from=None if copied is None else CopiedFrom.from_json(copied),
+    )
+
+
+def _parse_phase(fields: JsonFields) -> Phase:
+    phase = fields.text("phase")
+    if phase not in ("tokens", "states", "complete"):
+        raise DamagedStoreError(f"{fields.where}: phase is {shown(phase)}, expected tokens, states or complete")
+    return cast(Phase, phase)
+
+
+def _parse_manifest(fields: JsonFields) -> Manifest:
+    """Check the fields that something is done with: each is of its type, null or absent."""
+    _check_fields(fields, _MANIFEST_COUNTS, fields.count)
+    _check_fields(fields, _MANIFEST_TEXTS, fields.text)
+    _check_fields(fields, ("pad_token_id",), lambda name: fields.count(name, -MOST_IDS, MOST_IDS))
+    _check_fields(fields, ("target_layer_ids",), lambda name: fields.counts(name, LEAST_LAYER, MOST_LAYERS))
+    _check_fields(fields, ("source",), fields.table)
+    return fields.fields
+
+
+def _parse_head(fields: JsonFields) -> Mapping[str, JsonValue]:
+    _check_fields(fields, ("head_bias", "tied"), fields.flag)
+    _check_fields(fields, ("logit_scale", "final_logit_softcapping", "embedding_scale"), fields.number)
+    return fields.fields
+
+
+def _parse_producer(fields: JsonFields) -> Mapping[str, JsonValue]:
+    _check_fields(fields, ("host", "device", "equality_class", "parallel"), fields.text)
+    _check_fields(fields, ("world_size", "tokens"), fields.count)
+    _check_fields(fields, ("tokens_per_second",), fields.number)
+    return fields.fields
+
+
+def _check_fields(fields: JsonFields, names: Iterable[str], check: Callable[[str], object]) -> None:
+    for name in names:
+        if fields.has(name):
+            check(name)
+
+
+def _parse_weights(fields: JsonFields, schema: StoreSchema) -> Mapping[str, Sequence[int]]:
+    """Read the shapes of the target's tables: no other names are paths of the store."""
+    shapes = {path: list(fields.counts(path, 1, MOST_IDS)) for path in fields.fields if path in WEIGHTS}
+    for path in fields.fields:
+        if path not in shapes:
+            raise DamagedStoreError(f"{fields.where}: {shown(path)} is no table of a target: {', '.join(WEIGHTS)}")
+        shape, expected = shapes[path], "(V,)" if path == HEAD_BIAS else f"(V, {schema.hidden_size})"
+        if (len(shape), *shape[1:]) != ((1,) if path == HEAD_BIAS else (2, schema.hidden_size)):
+            raise DamagedStoreError(f"{fields.where}: {path} has the shape {shape}, expected {expected}")
+    return shapes
 
 
 def refuse_unfinished_copy(record: StoreRecord, where: str) -> None:

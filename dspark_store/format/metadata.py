@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import combinations
 
+from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.jsonvalue import JsonFields, JsonValue, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
-from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
+from dspark_store.format.schema import (
+    COLUMNS,
+    IDS,
+    INDEX_LENGTH,
+    INDEX_OBJECTS,
+    LAST,
+    LAYERS,
+    MASK,
+    STATE_LEDGER,
+    TOKEN_LEDGER,
+    TOKEN_OBJECTS,
+    group_document,
+    metadata_bytes,
+)
 from dspark_store.format.storage import Storage
 
 ROOT_KEY = "zarr.json"
 COPY_KEY = "ledger/states/root.json"
 """A copy of the root's ``zarr.json``, in the folder of an array, where no Zarr reader looks for nodes."""
+_SPARE_SHARDS, _SPARE_TABLE_OBJECTS = 64, 1 << 16
+"""So many objects a folder may lack whatever it has: a table of the target may be lost as a whole."""
+_LARGE_SHARD = 1 << 12
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
 
@@ -80,7 +97,56 @@ def write_root(storage: Storage, attributes: Mapping[str, JsonValue], nodes: Nod
 
 def read_record(storage: Storage) -> StoreRecord:
     """Read the root's attributes only; FileNotFoundError when there is no store."""
-    return parse_record(_root_attributes(storage), str(storage))
+    record = parse_record(_root_attributes(storage), str(storage))
+    check_extent(storage, record)
+    return record
+
+
+def check_extent(storage: Storage, record: StoreRecord) -> None:
+    """Raise DamagedStoreError when the root promises far more shards or rows of weights than there are objects.
+
+    So nothing is sized, and nothing walked, by a number that stands in JSON alone. Damage that leaves half of the
+    objects of any one folder is no such case, and is told object by object. While tokens are written the number of
+    samples is an announcement, and nothing goes by it.
+    """
+    schema = record.schema
+    if record.phase != "tokens":
+        _check_shards(storage, record)
+    for path, shape in record.weights.items():
+        table = schema.weights(shape)
+        objects = -(-table.shape[0] // table.chunk[0])
+        if objects > _SPARE_TABLE_OBJECTS + 2 * len(storage.list(path)):
+            raise DamagedStoreError(_unborne(storage, f"the shape of {path}", objects, "objects"))
+
+
+def _check_shards(storage: Storage, record: StoreRecord) -> None:
+    schema, shards = record.schema, record.schema.tokens.num_shards
+    table = shards * (schema.num_layers + len(TOKEN_OBJECTS) + 1) * 16 + CRC_BYTES
+    folders = {STATE_LEDGER: 1, TOKEN_LEDGER: 1, IDS: 1, MASK: 1, LAST: 1, LAYERS: max(1, schema.num_layers)}
+    if not (
+        shards <= _SPARE_SHARDS
+        or (record.complete and _size(storage, f"{INDEX_OBJECTS}/c.0.0.0") == table)
+        or any(shards <= _SPARE_SHARDS + 2 * len(storage.list(path)) // each for path, each in folders.items())
+    ):
+        raise DamagedStoreError(_unborne(storage, "num_samples", shards, "shards"))
+    rows = schema.shard_size
+    if rows > _LARGE_SHARD and _size(storage, f"{INDEX_LENGTH}/c.0") != 4 * schema.num_samples + CRC_BYTES:
+        tokens = [f"{column}/{name}" for column in (IDS, MASK) for name in storage.list(column)[:2]]
+        if not any(_size(storage, key) > 20 * rows for key in tokens):  # of the index and trailer of such an object
+            raise DamagedStoreError(_unborne(storage, "shard_size", rows, "rows of a shard"))
+
+
+def _unborne(storage: Storage, what: str, promised: int, things: str) -> str:
+    return f"{what} in {ROOT_KEY} of {storage} means {promised:,} {things}, far more than are there; {remedy(storage)}"
+
+
+def _size(storage: Storage, key: str) -> int:
+    """Return the size of an object, 0 where it cannot be opened."""
+    try:
+        with closing(storage.open(key)) as reader:
+            return reader.size
+    except (OSError, DamagedStoreError):
+        return 0
 
 
 def read_seal(storage: Storage) -> str:
@@ -107,13 +173,8 @@ def read_metadata(storage: Storage) -> StoreMetadata:
 def _read_metadata(storage: Storage) -> StoreMetadata:
     attributes = _root_attributes(storage)
     record = parse_record(attributes, str(storage))
-    try:
-        paths = list(record_nodes(record))
-    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        raise DamagedStoreError(
-            f"{ROOT_KEY} of {storage} describes an impossible layout: {error}; {remedy(storage)}"
-        ) from error
-    nodes = {path: _read_document(storage, node_key(path)) for path in paths}
+    check_extent(storage, record)
+    nodes = {path: _read_document(storage, node_key(path)) for path in record_nodes(record)}
     if attributes.get("seal") != seal_digest(attributes, nodes):
         raise DamagedStoreError(
             f"the seal of the store at {storage} does not hold: a zarr.json in it was changed; {remedy(storage)}"
@@ -162,9 +223,15 @@ def _root_attributes(storage: Storage) -> Mapping[str, JsonValue]:
     return record
 
 
+def root_attributes(text: bytes) -> Mapping[str, JsonValue]:
+    """Return the attributes of the text of a root, or of its copy; ValueError when it is neither."""
+    fields = JsonFields(JsonFields.of(parse_json(text), ROOT_KEY).table("attributes"), "attributes")
+    return fields.table(ATTRIBUTE)
+
+
 def _read_document(storage: Storage, key: str) -> dict[str, JsonValue]:
     try:
-        document = json.loads(storage.read(key))
+        document = parse_json(storage.read(key))
     except FileNotFoundError as error:
         raise DamagedStoreError(f"object {key} is missing from {storage}; {remedy(storage)}") from error
     except ValueError as error:

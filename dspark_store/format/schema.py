@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dspark_store.format.codecs import CodecChain, plain_chain, state_chain, token_chain
+from dspark_store.format.codecs import CODEC_PRESETS, CodecChain, plain_chain, state_chain, token_chain
 from dspark_store.format.dtypes import CacheDtype, cache_dtype
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.shard import Place
+from dspark_store.format.jsonvalue import MOST_COUNTED, JsonFields, JsonValue, shown
+from dspark_store.format.shard import LEAST_LAYER, Place
 
 IDS, MASK = "input_ids", "loss_mask"
 LAYERS, LAST = "target_hidden_states", "target_last_hidden_states"
 COLUMNS = (IDS, MASK, LAYERS, LAST)
 """The columns of a store, which are also the cache keys of its samples."""
 EMBED, HEAD, HEAD_BIAS = "target/embed_tokens/weight", "target/lm_head/weight", "target/lm_head/bias"
+WEIGHTS = (EMBED, HEAD, HEAD_BIAS)
 TOKEN_LEDGER, STATE_LEDGER = "ledger/tokens", "ledger/states"
 SOURCE_CURSOR = "source_cursor"
 TOKEN_OBJECTS = (IDS, MASK, SOURCE_CURSOR)
@@ -29,7 +29,15 @@ SHARD_SOURCES = "ledger/sources"
 ID_FILL, MASK_FILL, STATUS_FILL, SOURCE_FILL = -1, 255, 255, 65535
 NO_RECORD = 2**64 - 1
 _WEIGHT_CHUNK_BYTES = 4 * 1024 * 1024
-_COUNTS = ("num_samples", "shard_size", "seq_length", "hidden_size", "num_layers", "chunk_tokens")
+MOST_IDS = 2**31 - 1
+"""Token ids, and so rows of a vocabulary: int32."""
+MOST_LAYERS = 1024
+MOST_CHUNKS = 2**22
+"""Chunks that one object has room for: its index is read whole."""
+MOST_CHUNK_BYTES = 2**31 - 1
+"""Of a decoded chunk: no codec of the presets takes more."""
+MOST_SHARD_TOKENS = 2**28
+"""Positions that the token objects of a shard have room for: they are checked whole."""
 _INDEX_CODECS: list[JsonValue] = plain_chain(8).metadata()
 
 
@@ -135,6 +143,27 @@ class StoreSchema:
             raise ValueError(f"a store has no or 2 to {SOURCE_FILL} named sources, got {len(self.sources)}")
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"the sources of a store must have different names, got {', '.join(self.sources)}")
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """Raise ValueError for sizes that no array can have, or that no reader could hold one chunk or index of."""
+        if self.layer_ids and len(self.layer_ids) != self.num_layers:
+            raise ValueError(f"num_layers is {self.num_layers}, but layer_ids names {len(self.layer_ids)}")
+        itemsize, states = self.dtype.itemsize, self.states
+        bounds = {
+            "num_layers": (self.num_layers, MOST_LAYERS),
+            "chunk_tokens x hidden_size in bytes": (self.chunk_tokens * self.hidden_size * itemsize, MOST_CHUNK_BYTES),
+            "shard_size x chunks in seq_length": (states.slots, MOST_CHUNKS),
+            "shard_size x seq_length": (self.shard_size * self.seq_length, MOST_SHARD_TOKENS),
+            "bytes of a column": (
+                max(1, states.num_shards)
+                * (self.shard_size * states.padded_length * self.hidden_size * max(1, self.num_layers) * itemsize),
+                MOST_COUNTED,
+            ),
+        }
+        for name, (value, most) in bounds.items():
+            if value > most:
+                raise ValueError(f"{name} is {value:,}, the format allows at most {most:,}")
 
     @property
     def tokens(self) -> ShardGrid:
@@ -264,15 +293,21 @@ class StoreSchema:
 
 
 def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
-    """Read the attribute ``layout``; KeyError, TypeError or ValueError when it is not one."""
-    count = {name: operator.index(layout[name]) for name in _COUNTS}  # type: ignore[arg-type]
-    layer_ids = tuple(operator.index(layer) for layer in layout["layer_ids"])  # type: ignore[union-attr, arg-type]
+    """Read the attribute ``layout``; ValueError when it is not one."""
+    fields = JsonFields(layout, "layout")
+    if (codec := fields.text("codec")) not in CODEC_PRESETS:
+        raise ValueError(f"codec {shown(codec)} is unknown; expected one of {', '.join(CODEC_PRESETS)}")
     return StoreSchema(
-        **count,
-        layer_ids=layer_ids,
-        dtype=cache_dtype(str(layout["dtype"])),
-        codec=str(layout["codec"]),
-        sources=tuple(str(name) for name in layout.get("sources", ())),  # type: ignore[union-attr]
+        num_samples=fields.count("num_samples"),
+        shard_size=fields.count("shard_size", 1),
+        seq_length=fields.count("seq_length", 1),
+        hidden_size=fields.count("hidden_size", 1),
+        num_layers=fields.count("num_layers"),
+        layer_ids=fields.counts("layer_ids", LEAST_LAYER, MOST_LAYERS),
+        dtype=cache_dtype(fields.text("dtype")),
+        codec=codec,
+        chunk_tokens=fields.count("chunk_tokens", 1),
+        sources=fields.texts("sources") if fields.has("sources") else (),
     )
 
 

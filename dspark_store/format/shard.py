@@ -100,7 +100,7 @@ def parse_label(header: bytes) -> ObjectLabel:
 
 
 def _parse_place(fields: JsonFields) -> Place:
-    layer_id = fields.count("layer_id", LEAST_LAYER) if fields.has("layer_id") else None
+    layer_id = None if fields.is_null("layer_id") else fields.count("layer_id", LEAST_LAYER)
     return Place(fields.text("column"), fields.count("slot"), layer_id, fields.count("shard"))
 
 

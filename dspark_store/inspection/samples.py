@@ -119,4 +119,5 @@ def _samples_so_far(storage: Storage, shard_size: int) -> int:
     whole = [number for number, shard in enumerate(ledger.committed()) if number == shard]
     if not whole:
         return 0
-    return whole[-1] * shard_size + int(ledger.row(whole[-1])[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1])
+    rows = int(ledger.row(whole[-1])[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1])
+    return whole[-1] * shard_size + min(rows, shard_size)

@@ -15,11 +15,16 @@ class Findings:
     shard: int
     samples: range
     _problems: list[Problem] = field(default_factory=list)
+    _all: tuple[int, ...] = ()
+    """The samples, once for all problems that hit them all."""
 
     def add(self, part: Part, key: str, message: str, rows: Iterable[int] | None = None) -> None:
         """Report an object; ``rows`` are the rows of the shard that are hit, by default all."""
-        samples = self.samples if rows is None else [self.samples.start + row for row in sorted(set(rows))]
-        self._problems.append(Problem(part, key, self.shard, tuple(samples), message))
+        if rows is not None:
+            samples = tuple(self.samples.start + row for row in sorted(set(rows)))
+        else:
+            samples = self._all = self._all if len(self._all) == len(self.samples) else tuple(self.samples)
+        self._problems.append(Problem(part, key, self.shard, samples, message))
 
     def add_rows(self, part: Part, key: str, messages: dict[int, str]) -> None:
         """Report rows of an object, each with its message; nothing when there are none."""

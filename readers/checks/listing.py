@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from dspark_store.format.digests import array_keys
@@ -26,12 +26,11 @@ from dspark_store.readers.checks.view import StoreView
 _NUMBERS = re.compile(r"c((?:\.(?:0|[1-9]\d*))+)")
 
 
-def known_shards(view: StoreView) -> range:
+def known_shards(view: StoreView) -> Sequence[int]:
     """Return the shards that the store has, or, while its tokens are written, those that it has committed so far."""
     if view.record.phase != "tokens":
         return range(view.schema.tokens.num_shards)
-    committed = Ledger(view.storage, TOKEN_LEDGER, len(TOKEN_OBJECTS)).committed()
-    return range(max(committed, default=-1) + 1)
+    return Ledger(view.storage, TOKEN_LEDGER, len(TOKEN_OBJECTS)).committed()
 
 
 def check_strays(view: StoreView) -> Iterator[Problem]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from dspark_store.format.jsonvalue import JsonValue, canonical_json
+from dspark_store.format.jsonvalue import JsonValue, canonical_json, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
-from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, read_record, record_nodes, sealed_nodes
+from dspark_store.format.metadata import (
+    COPY_KEY,
+    ROOT_KEY,
+    node_key,
+    read_record,
+    record_nodes,
+    root_attributes,
+    sealed_nodes,
+)
 from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
 from dspark_store.format.storage import Storage
 
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
-_MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 type Document = Mapping[str, JsonValue]
 
@@ -54,13 +60,13 @@ def _check(storage: Storage) -> CheckedMetadata:
     try:
         record = read_record(storage)
         expected = record_nodes(record)
-    except (OSError, *_MALFORMED) as error:
+    except (OSError, ValueError) as error:
         if not any(storage.exists(node_key(column)) for column in COLUMNS):
             raise
-        told = _told(error) if storage.exists(ROOT_KEY) else "is missing"
+        told = f"cannot be read: {error}" if storage.exists(ROOT_KEY) else "is missing"
         return CheckedMetadata(None, frozenset(), (_root_problem(told),))
     text = storage.read(ROOT_KEY)
-    root: Document = json.loads(text)
+    root = cast(Document, parse_json(text))
     texts = {path: _read(storage, node_key(path)) for path in expected}
     nodes = {path: _parse(stored) for path, stored in texts.items()}
     attributes = cast("Mapping[str, Document]", root["attributes"])[ATTRIBUTE]  # read_record has looked
@@ -70,23 +76,13 @@ def _check(storage: Storage) -> CheckedMetadata:
     believed = foreign is not None
     if foreign is None:
         problems.append(_root_problem("the seal does not hold: it was changed, or a column's that was re-encoded"))
-        believed = _is_well_formed(record) and any(nodes[column] == expected[column] for column in COLUMNS)
+        believed = any(nodes[column] == expected[column] for column in COLUMNS)
     else:
         problems += _check_copy(storage, attributes, complete=record.complete)
     for path, document in expected.items():
         exempt = path in (foreign or ()) or not believed
         problems += _check_node(path, document, texts[path], nodes[path], exempt=exempt)
     return CheckedMetadata(record if believed else None, foreign or frozenset(), tuple(problems))
-
-
-def _is_well_formed(record: StoreRecord) -> bool:
-    """Tell whether the fields that a check goes by have the types that they should have."""
-    tables = (record.manifest, record.head, record.weights, record.checksums)
-    return all(isinstance(table, dict) for table in tables) and isinstance(record.store_id, str)
-
-
-def _told(error: Exception) -> str:
-    return f"cannot be read: {error}" if isinstance(error, OSError | ValueError) else f"is malformed: {error!r}"
 
 
 def _check_root(root: Document, attributes: Document, text: bytes) -> Iterator[Problem]:
@@ -114,10 +110,9 @@ def _check_copy(storage: Storage, attributes: Document, *, complete: bool) -> It
 def _is_sealed(text: bytes) -> bool:
     """Tell whether a root's text holds by itself: its seal, over the metadata that its layout gives."""
     try:
-        attributes = json.loads(text)["attributes"][ATTRIBUTE]
-        nodes = record_nodes(parse_record(attributes, COPY_KEY))
-        return bool(seal_digest(attributes, nodes) == attributes["seal"])
-    except _MALFORMED:
+        attributes = root_attributes(text)
+        return seal_digest(attributes, record_nodes(parse_record(attributes, COPY_KEY))) == attributes.get("seal")
+    except ValueError:
         return False
 
 
@@ -145,17 +140,11 @@ def _check_node(
 
 def _is_same(found: Document, expected: Document) -> bool:
     """Tell whether two documents are one: to Python 3 is 3.0, and 1 is true."""
-    try:
-        return canonical_json(found) == canonical_json(expected)
-    except ValueError:  # NaN, or half a character
-        return False
+    return canonical_json(found) == canonical_json(expected)
 
 
 def _is_as_written(document: Document, text: bytes) -> bool:
-    try:
-        return metadata_bytes(document) == text
-    except ValueError:  # NaN, or half a character
-        return False
+    return metadata_bytes(document) == text
 
 
 def _read(storage: Storage, key: str) -> bytes | Exception:
@@ -167,7 +156,7 @@ def _read(storage: Storage, key: str) -> bytes | Exception:
 
 def _parse(text: bytes | Exception) -> Document | None:
     try:
-        document = None if isinstance(text, Exception) else json.loads(text)
+        document = None if isinstance(text, Exception) else parse_json(text)
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

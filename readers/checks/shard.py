@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -112,7 +112,7 @@ def _check_cursor(row: LedgerRow, findings: Findings) -> None:
         row.wrong_row.append(TOKEN_OBJECTS[2])
 
 
-def check_identity(view: StoreView, shards: range) -> Iterator[Problem]:
+def check_identity(view: StoreView, shards: Sequence[int]) -> Iterator[Problem]:
     """Yield a problem of the root when the first and the last objects of all columns agree on another store's id."""
     ids = set()
     for shard in {shards[0], shards[-1]} if shards else ():

@@ -119,7 +119,7 @@ def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: F
             if row < count and (out[length:] != fill).any():
                 messages[row] = f"slot {row}: the fill value stands between values"
             elif row < count:
-                values[row] = out[:length]
+                values[row] = out[:length].copy()  # a view would keep all of the row, however short
     except (OSError, DamagedStoreError) as error:
         findings.add(Part.TOKENS, stored.key, told(error, stored.key))
         return {}

@@ -99,7 +99,8 @@ def test_fields_of_the_right_type_are_given() -> None:
         (lambda: FIELDS.counts("names"), "'names' is 'a', expected a whole number"),
         (lambda: FIELDS.texts("list"), "'list' is 1, expected a text"),
         (lambda: FIELDS.table("list"), "'list' is list, expected an object"),
-        (lambda: FIELDS.inside("n"), "it: n: it is 3, expected an object"),
+        (lambda: FIELDS.number("b"), "'b' is True, expected a number"),
+        (lambda: FIELDS.is_null("absent"), "it: field 'absent' is missing"),
         (lambda: JsonFields.of([], "it"), "it: it is list, expected an object"),
     ],
 )

@@ -14,7 +14,7 @@ from dspark_store.format.manifest import (
     parse_record,
     seal_digest,
 )
-from dspark_store.format.schema import StoreSchema
+from dspark_store.format.schema import EMBED, HEAD_BIAS, StoreSchema
 
 SCHEMA = StoreSchema(7, 3, 20, 8, 2, (2, -1), cache_dtype("bf16"), "default", 8)
 RECORD = StoreRecord(
@@ -87,8 +87,68 @@ def test_another_format_version_is_refused_with_both_numbers(version: JsonValue)
 )
 def test_a_missing_attribute_is_damage(field: str) -> None:
     attributes = {name: value for name, value in RECORD.attributes().items() if name != field}
-    with pytest.raises(DamagedStoreError, match=f"the store at here is malformed: KeyError\\('{field}'\\)"):
+    with pytest.raises(
+        DamagedStoreError, match=f"the store at here is malformed: attributes: field '{field}' is missing"
+    ):
         parse_record(attributes, "here")
+
+
+@pytest.mark.parametrize("version", [True, 1.0])
+def test_what_only_equals_the_format_version_is_another(version: JsonValue) -> None:
+    with pytest.raises(ValueError, match="format_version"):
+        parse_record({**RECORD.attributes(), "format_version": version}, "here")
+
+
+WRONG: list[tuple[str, JsonValue]] = [
+    ("store_id", 5),
+    ("phase", "over"),
+    ("phase", None),
+    ("declared_complete", 1),
+    ("manifest", None),
+    ("manifest", [1]),
+    ("manifest", {"target_vocab_size": "9"}),
+    ("manifest", {"num_hidden_layers": True}),
+    ("manifest", {"num_hidden_layers": -1}),
+    ("manifest", {"pad_token_id": 2**40}),
+    ("manifest", {"pad_token_id": 1.5}),
+    ("manifest", {"target_layer_ids": 3}),
+    ("manifest", {"target_layer_ids": ["a"]}),
+    ("manifest", {"target_model": ["a"]}),
+    ("manifest", {"source": "a"}),
+    ("layout", []),
+    ("target_config", "x"),
+    ("head", None),
+    ("head", {"tied": "yes"}),
+    ("head", {"logit_scale": "1"}),
+    ("semantics", "x"),
+    ("producers", {}),
+    ("producers", ["x"]),
+    ("producers", [{"equality_class": {}}]),
+    ("producers", [{"tokens_per_second": "fast"}]),
+    ("checksums", []),
+    ("checksums", {"index/length": 5}),
+    ("copied_from", 5),
+    ("copied_from", {}),
+    ("weights", []),
+    ("weights", {EMBED: 5}),
+    ("weights", {EMBED: [9]}),
+    ("weights", {EMBED: [9, 9, 9]}),
+    ("weights", {EMBED: [0, 8]}),
+    ("weights", {EMBED: [True, 8]}),
+    ("weights", {EMBED: [9, 7]}),
+    ("weights", {EMBED: [2**31, 8]}),
+    ("weights", {HEAD_BIAS: [9, 8]}),
+    ("weights", {"../docs": [0, 8]}),
+    ("weights", {"/etc": [9, 8]}),
+    ("weights", {"target/other": [9, 8]}),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_a_value_of_a_wrong_type_is_damage_in_one_line(field: str, value: JsonValue) -> None:
+    with pytest.raises(DamagedStoreError, match="the store at here is malformed: ") as caught:
+        parse_record({**RECORD.attributes(), field: value}, "here")
+    assert "\n" not in str(caught.value)
 
 
 def test_the_seal_follows_every_attribute_and_every_node() -> None:

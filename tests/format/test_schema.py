@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.codecs import CODEC_PRESETS
+from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
 from dspark_store.format.schema import (
     COLUMNS,
@@ -57,16 +58,40 @@ def test_a_layout_comes_back(schema: StoreSchema) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_samples", "7"), ("seq_length", 1.5), ("dtype", "fp8"), ("layer_ids", None)]
+    ("field", "value"),
+    [
+        ("num_samples", "7"),
+        ("num_samples", True),
+        ("num_samples", -1),
+        ("num_samples", 2**62),
+        ("num_samples", 2**63),
+        ("seq_length", 1.5),
+        ("seq_length", 2**40),
+        ("shard_size", 0),
+        ("shard_size", 2**31),
+        ("hidden_size", 0),
+        ("hidden_size", 2**31),
+        ("chunk_tokens", 2**40),
+        ("num_layers", 2**20),
+        ("num_layers", 3),
+        ("layer_ids", None),
+        ("layer_ids", [0, True, 2]),
+        ("layer_ids", [-2, 0, 1]),
+        ("dtype", "fp8"),
+        ("dtype", ["bf16"]),
+        ("codec", "gzip"),
+        ("sources", "ab"),
+        ("sources", [1, 2]),
+    ],
 )
 def test_a_layout_with_a_wrong_value_is_refused(field: str, value: object) -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ValueError, match=f"{field}|{value}|of a column"):
         parse_layout({**SCHEMA.layout(), field: value})  # type: ignore[dict-item]  # what is tested
 
 
 @pytest.mark.parametrize("field", SCHEMA.layout())
 def test_a_layout_without_a_field_is_refused(field: str) -> None:
-    with pytest.raises(KeyError, match=field):
+    with pytest.raises(DamagedStoreError, match=f"field '{field}' is missing"):
         parse_layout({name: value for name, value in SCHEMA.layout().items() if name != field})
 
 

@@ -120,7 +120,8 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
     swept = sweep(mending)
     schema = mending.schema
     committed = set(state_ledger(storage, schema).committed())
-    missing = [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
+    grid = schema.tokens
+    there = sum(len(grid.rows(shard)) for shard in committed if shard < grid.num_shards)
     return RepairPlan(
         tuple(mending.restored),
         tuple(mending.removed),
@@ -129,7 +130,7 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
         mending.weights,
         swept,
         schema.tokens,
-        sum(len(schema.tokens.rows(shard)) for shard in missing),
+        grid.num_samples - there,
         mending.record.complete,
         "source" in mending.record.manifest,
         mending.record.copied_from is not None,

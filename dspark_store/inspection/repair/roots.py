@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.digests import array_checksum
-from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.jsonvalue import JsonValue, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, FORMAT_VERSION, StoreRecord, parse_record, seal_digest
-from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, Nodes, node_key, record_nodes, sealed_nodes
+from dspark_store.format.metadata import (
+    COPY_KEY,
+    ROOT_KEY,
+    Nodes,
+    check_extent,
+    node_key,
+    record_nodes,
+    root_attributes,
+    sealed_nodes,
+)
 from dspark_store.format.schema import COLUMNS, IDS, MASK, ArraySpec, group_document, metadata_bytes
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import Storage
@@ -104,8 +112,9 @@ def read_sealed(storage: Storage, key: str) -> SealedRoot | None:
         return None
     try:
         record = parse_record(attributes, str(storage))
+        check_extent(storage, record)
         own = record_nodes(record)
-    except (ValueError, TypeError, ArithmeticError, LookupError):
+    except ValueError:
         return None
     nodes = sealed_nodes(attributes, own, {path: _document(storage, node_key(path)) for path in COLUMNS})
     return None if nodes is None else SealedRoot(attributes, record, nodes)
@@ -148,16 +157,16 @@ def _read(storage: Storage, key: str) -> bytes | None:
         return None
 
 
-def _attributes(storage: Storage, key: str) -> dict[str, JsonValue] | None:
-    document = _document(storage, key)
-    attributes = document.get("attributes") if document else None
-    attributes = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
-    return attributes if isinstance(attributes, dict) else None
+def _attributes(storage: Storage, key: str) -> Mapping[str, JsonValue] | None:
+    try:
+        return root_attributes(_read(storage, key) or b"")
+    except ValueError:
+        return None
 
 
 def _document(storage: Storage, key: str) -> dict[str, JsonValue] | None:
     try:
-        document = json.loads(_read(storage, key) or b"")
+        document = parse_json(_read(storage, key) or b"")
     except ValueError:
         return None
     return document if isinstance(document, dict) else None

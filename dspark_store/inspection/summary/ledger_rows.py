@@ -20,6 +20,8 @@ from dspark_store.readers.index import StoreIndex
 MOST_ROWS = 4096
 """So many rows of a ledger are read at most: each is a file, and a million of them would take minutes."""
 _ROWS_A_TASK, _THREADS = 64, 16
+_SHARDS_AT_LEAST = 1 << 20
+"""While tokens are written, rows of shards far beyond the number of rows are no part of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,13 @@ def read_ledgers(
 
 def _read_ledger(storage: Storage, record: StoreRecord, path: str, objects: int, damage: list[str]) -> LedgerRows:
     ledger = Ledger(storage, path, objects)
-    committed = ledger.committed()
+    found_there = ledger.committed()
+    most = max(_SHARDS_AT_LEAST, 2 * len(found_there))
     if record.phase != "tokens":
-        committed = [shard for shard in committed if shard < record.schema.tokens.num_shards]
+        most = record.schema.tokens.num_shards
+    committed = [shard for shard in found_there if shard < most]
+    if record.phase == "tokens" and len(committed) < len(found_there):
+        damage.append(f"{path} has a row of shard {found_there[-1]}, where {len(found_there):,} shards are there")
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ledger") as pool:
         tasks = batched(spread(committed, MOST_ROWS), _ROWS_A_TASK)
         parts = list(pool.map(lambda shards: _read_rows(ledger, shards), tasks))

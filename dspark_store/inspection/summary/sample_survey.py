@@ -97,7 +97,7 @@ def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows
     samples = np.zeros(max(ledger.committed, default=-1) + 1, np.int64)
     samples[list(ledger.committed)] = record.schema.shard_size
     for shard, row in zip(ledger.shards, ledger.rows, strict=True):
-        samples[shard] = row[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1]
+        samples[shard] = min(int(row[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1]), record.schema.shard_size)
     read = [
         told(partial(read_token_shard, storage, record, shard), damage)
         for shard in spread(ledger.shards, TOKEN_SHARDS_READ)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 
 import numpy as np
 
@@ -125,11 +125,10 @@ class Summary:
     head: Mapping[str, JsonValue]
 
 
-def shard_runs(shards: Sequence[int]) -> tuple[ShardRun, ...]:
-    """Return ascending numbers as runs without a hole."""
-    numbered = groupby(enumerate(shards), lambda pair: pair[1] - pair[0])
-    runs = ([shard for _, shard in group] for _, group in numbered)
-    return tuple(ShardRun(run[0], run[-1]) for run in runs)
+def missing_runs(total: int, committed: Sequence[int]) -> tuple[ShardRun, ...]:
+    """Return the runs of shards below ``total`` that are not among the ``committed`` ones, which ascend."""
+    ends = [-1, *(shard for shard in committed if shard < total), total]
+    return tuple(ShardRun(one + 1, other - 1) for one, other in pairwise(ends) if other - one > 1)
 
 
 def summarise(storage: LocalStorage) -> Summary:
@@ -183,7 +182,7 @@ def _shards(record: StoreRecord, tokens: LedgerRows, states: LedgerRows) -> Shar
         total=total if total or record.phase != "tokens" else None,
         tokens=len(tokens.committed),
         states=len(states.committed),
-        missing=shard_runs(sorted(set(range(total)) - set(states.committed))),
+        missing=missing_runs(total, states.committed),
         counted_tokens=len(tokens.shards),
         counted_states=len(states.shards),
     )

@@ -14,7 +14,7 @@ from benchmarks.loader_scale import write_index
 from dspark_store import open_cache
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary import ledger_rows
-from dspark_store.inspection.summary.summary import ShardRun, Summary, shard_runs, summarise
+from dspark_store.inspection.summary.summary import ShardRun, Summary, missing_runs, summarise
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.process import ProcessName
@@ -30,8 +30,9 @@ def sizes(summary):
 
 
 def test_runs_have_no_hole():
-    assert shard_runs([0, 1, 2, 7, 9, 10]) == (ShardRun(0, 2), ShardRun(7, 7), ShardRun(9, 10))
-    assert shard_runs([]) == ()
+    assert missing_runs(11, [3, 4, 5, 6, 8]) == (ShardRun(0, 2), ShardRun(7, 7), ShardRun(9, 10))
+    assert missing_runs(2, [0, 1, 5]) == missing_runs(0, []) == ()
+    assert missing_runs(2**62, [1]) == (ShardRun(0, 0), ShardRun(2, 2**62 - 1))
 
 
 def test_a_complete_store_is_summed_up_exactly(tmp_path):
