@@ -9,7 +9,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test storm lint bench docs clean
+.PHONY: help demo test storm faults lint bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 8
@@ -23,6 +23,9 @@ test: $(VENV)/dev.stamp ## run the tests, offline
 
 storm: $(VENV)/dev.stamp ## run the long crash tests
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest -n auto -m storm -o timeout=3600 -o faulthandler_timeout=3000
+
+faults: $(VENV)/dev.stamp ## break the library line by line, in copies of it, and look whether a test fails (under an hour)
+	$(RUN) -m tests.faults.run
 
 lint: $(VENV)/dev.stamp ## check style, format and types
 	$(RUN) -m ruff check

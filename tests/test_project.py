@@ -188,7 +188,7 @@ def test_a_system_without_apt_is_told_to_install_chromium_by_hand(tmp_path: Path
 def test_make_alone_lists_every_target() -> None:
     printed = subprocess.run(["make", "--silent"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [line.split()[0] for line in printed.splitlines()]
-    assert names == ["help", "demo", "test", "storm", "lint", "bench", "docs", "clean"]
+    assert names == ["help", "demo", "test", "storm", "faults", "lint", "bench", "docs", "clean"]
 
 
 def test_the_documentation_has_no_broken_link() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from dspark_store import evaluate as command
 from dspark_store.evaluate import main
+from dspark_store.evaluation.judgement import Judgement
 from tests.precompute.jobs import precompute
 from tests.tiny import save_target_dir, tiny_llama, tiny_qwen3, write_chats
 from tests.training.runs import run
@@ -45,6 +46,12 @@ def test_the_command_tells_tokens_a_step_and_that_the_texts_are_the_targets_own(
     first, second = capsys.readouterr().out.splitlines()
     assert "tokens a step: 16 tokens in" in first
     assert second == "2 prompts: 0 texts differ from the target's own, 0 at a near tie"
+
+
+def test_texts_that_differ_end_with_exit_code_1(trained, capsys, monkeypatch):
+    monkeypatch.setattr(command, "evaluate", lambda given: Judgement(prompts=2, tokens=16, steps=8, differing=1))
+    assert main(flags(trained)) == 1
+    assert "2 prompts: 1 texts differ from the target's own" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

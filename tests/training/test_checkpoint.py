@@ -1,13 +1,15 @@
 """Checkpoints that are damaged, half written or of something else."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
 from dspark_store.train import main
 from dspark_store.training import checkpoint as checkpoint_module
-from dspark_store.training.checkpoint import checkpoints, read_place, save_checkpoint
+from dspark_store.training.checkpoint import DRAFT, OPTIMIZER, STATE, checkpoints, read_place, save_checkpoint
 from tests.precompute.jobs import precompute, states_of_files
 from tests.tiny import save_target_dir, tiny_llama, write_chats
 from tests.training.runs import flags, run
@@ -93,6 +95,20 @@ def test_a_save_that_is_cut_off_leaves_what_was_there_and_is_swept_by_the_next(s
     assert sorted(path.name for path in folder.iterdir()) == [".step-00000002.tmp", "step-00000001"]
     run(directory, *more, "--resume")
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = run(tmp_path / "run", "--store", store, "--max-steps", 1) / "checkpoints"
+    hidden = folder / ".step-00000001.tmp"
+    assert {hidden, *(hidden / name for name in (DRAFT, OPTIMIZER, STATE))} <= set(synced)
+    assert synced[-1] == folder
 
 
 def test_a_checkpoint_that_is_there_is_never_written_again(trained):
