@@ -17,9 +17,8 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,21 +69,23 @@ def place_of(fault: Fault, root: Path) -> Path | None:
 
 def selection(tests: Iterable[str], root: Path) -> list[str]:
     """Return pytest's arguments for tests by name; ValueError for a name that is not in exactly one file."""
+    texts = _texts(root, ("tests",), "test_*.py")
     files: list[str] = []
     names: list[str] = []
     for test in tests:
         path, _, name = test.rpartition("::")
         line = f"def {name.split()[0]}("
-        homes = (
-            [path]
-            if path
-            else [str(file) for file, text in _texts(root, ("tests",), "test_*.py").items() if line in text]
-        )
+        homes = [path] if path else [str(file) for file in texts if line in texts[file]]
         if len(homes) != 1:
             raise ValueError(f"{name} is in {', '.join(homes) or 'no file'}: name one test, as file::test_name")
         files += homes
         names.append(f"({name})")
     return [*dict.fromkeys(files), "-k", " or ".join(dict.fromkeys(names))]
+
+
+def copy_tree(root: Path, folder: str) -> Path:
+    """Copy what tests need of a tree into a folder; return the copy."""
+    return Path(shutil.copytree(root, Path(folder, "tree").resolve(), symlinks=True, ignore=_LEFT_OUT))
 
 
 def run_tests(root: Path, tests: Iterable[str], seconds: float | None = None) -> tuple[str, str]:
@@ -107,19 +108,13 @@ def run_tests(root: Path, tests: Iterable[str], seconds: float | None = None) ->
     return (UNRUN if process.returncode else SURVIVED), said[-2000:] if process.returncode else ""
 
 
-@contextmanager
-def copied(root: Path) -> Iterator[Path]:
-    """Make a copy of a tree that is gone afterwards."""
-    with TemporaryDirectory(prefix="faults-") as folder:
-        yield Path(shutil.copytree(root, Path(folder, "tree").resolve(), symlinks=True, ignore=_LEFT_OUT))
-
-
 def try_fault(fault: Fault, root: Path, seconds: float) -> tuple[str, str]:
     """Run a fault's tests on a copy of the tree in which its line is broken."""
     path = place_of(fault, root)
     if path is None:
         return GONE, ""
-    with copied(root) as copy:
+    with TemporaryDirectory(prefix="faults-") as folder:
+        copy = copy_tree(root, folder)
         text = (copy / path).read_text(encoding="utf-8")
         (copy / path).write_text(text.replace(fault.find, fault.replace), encoding="utf-8")
         verdict, detail = run_tests(copy, fault.tests, seconds)
@@ -155,8 +150,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT, listed: Path
     tests = [test for fault in faults if place_of(fault, root) is not None for test in fault.tests]
     if tests:
         print(f"{len(faults)} faults; first, their tests on the unbroken tree", flush=True)
-        with copied(root) as copy:
-            verdict, detail = run_tests(copy, tests)
+        with TemporaryDirectory(prefix="faults-") as folder:
+            verdict, detail = run_tests(copy_tree(root, folder), tests)
         if verdict != SURVIVED:
             print(f"they do not pass on it: {detail}")
             return 2

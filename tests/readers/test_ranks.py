@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dspark_store.readers.ranks import resolve_ranks
 
@@ -17,6 +18,14 @@ def group(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def last_of_six() -> Iterator[None]:
+    """A default process group of six, of which this process is the last; the others are made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
+    yield
+    dist.destroy_process_group()
+
+
 def test_a_given_rank_is_taken() -> None:
     assert resolve_ranks(2, 3, None) == (2, 3)
 
@@ -25,13 +34,13 @@ def test_without_a_process_group_there_is_one_rank() -> None:
     assert resolve_ranks(None, None, None) == (0, 1)
 
 
-def test_the_default_process_group_gives_the_rank(group: None) -> None:
-    assert resolve_ranks(None, None, None) == (0, 1)
+def test_the_default_process_group_gives_the_rank(last_of_six: None) -> None:
+    assert resolve_ranks(None, None, None) == (5, 6)
 
 
-def test_a_device_mesh_gives_the_rank(group: None) -> None:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    assert resolve_ranks(None, None, mesh["dp"]) == (0, 1)
+def test_a_device_mesh_gives_the_rank(last_of_six: None) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    assert resolve_ranks(None, None, mesh["dp"]) == (2, 3)
     with pytest.raises(ValueError, match=r"dimensions \('dp', 'tp'\): give the data-parallel one, mesh\['dp'\]"):
         resolve_ranks(None, None, mesh)
 

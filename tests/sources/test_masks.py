@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -226,3 +227,11 @@ def test_masks_and_ids_have_the_types_of_a_sample():
     ids, mask = tokens_and_mask(Renderer(word_tokenizer()), Conversation(CHAT, None))
     assert (ids.dtype.name, mask.dtype.name) == ("int32", "uint8")
     assert [WORDS[index] for index in ids[:5]] == ["<s>", "user", "hi", "there", "</s>"]
+
+
+def test_no_special_token_is_added_to_what_the_template_rendered():
+    tokenizer = word_tokenizer()
+    begin = ("<s>", WORDS.index("<s>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    (tokens,) = Renderer(tokenizer).tokenise(["hi there"])
+    assert tokens.ids.tolist() == [WORDS.index("hi"), WORDS.index("there")]

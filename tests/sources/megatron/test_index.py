@@ -111,16 +111,16 @@ def test_pointers_out_of_order_are_followed_with_a_warning(tmp_path, caplog):
     assert "their pointers are followed" in caplog.text
 
 
-def test_two_lengths_of_2_to_the_30_do_not_wrap(tmp_path):
+@pytest.mark.parametrize(("code", "itemsize"), [(1, 1), (4, 4)])
+def test_two_lengths_of_2_to_the_30_do_not_wrap(tmp_path, code, itemsize):
     half = 2**30
-    prefix = write_raw(
-        tmp_path / "a", code=1, lengths=(half, half, 1), pointers=(0, half, 2 * half), boundaries=(0, 3), payload=b""
-    )
-    with pytest.raises(SourceError, match=f"needs {2**31 + 1}"):
+    lengths, pointers = (half, half, 1), (0, half * itemsize, 2 * half * itemsize)
+    prefix = write_raw(tmp_path / "a", code=code, lengths=lengths, pointers=pointers, boundaries=(0, 3), payload=b"")
+    with pytest.raises(SourceError, match=f"needs {(2**31 + 1) * itemsize}"):
         open_pair(prefix)
-    with prefix.with_suffix(".bin").open("r+b") as file:  # all but its last byte is a hole
-        file.seek(2 * half)
-        file.write(b"7")
+    with prefix.with_suffix(".bin").open("r+b") as file:  # all but its last token is a hole
+        file.seek(2 * half * itemsize)
+        file.write(b"7".ljust(itemsize, b"\0"))
     pair = open_pair(prefix)
     assert pair.index.contiguous
     assert pair.num_tokens == 2**31 + 1
