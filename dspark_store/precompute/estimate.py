@@ -59,15 +59,17 @@ def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free:
 
 
 def estimate_lines(
-    schema: StoreSchema, last_layer: int, volume: Volume, free: int, rate: float | None
+    schema: StoreSchema, last_layer: int, volume: Volume, counts: tuple[str, str], free: int, rate: float | None
 ) -> Iterable[str]:
-    """Yield the lines that ``--estimate`` prints."""
+    """Yield the lines that ``--estimate`` prints; ``counts`` are the samples cut and not supervised, in words."""
     raw = ragged_bytes(schema, last_layer, volume.tokens)
     least, most = stored_range(schema, last_layer, volume)
     mean = volume.tokens / max(1, volume.samples)
     vectors = distinct_states(schema, last_layer)
-    unsupervised = f"{volume.unsupervised_samples:,} unsupervised"
-    yield f"samples            {volume.samples:,} (mean {mean:.0f} tokens, {unsupervised})"
+    cut, unsupervised = counts
+    yield f"samples            {volume.samples:,} (mean {mean:.0f} tokens)"
+    yield f"cut at seq-length  {cut}"
+    yield f"unsupervised       {unsupervised}"
     yield f"tokens             {volume.tokens:,} ({volume.supervised:,} supervised)"
     yield f"states             {raw:,} bytes = {size_text(raw)} before compression ({vectors} vectors a token)"
     yield f"stored             {size_text(least)} to {size_text(most)} expected with codec {schema.codec!r}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 import zarr
@@ -41,13 +42,14 @@ from dspark_store.precompute.job import Job, check_identity
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.refusals import tell_refusals
+from dspark_store.precompute.report import SampleCounts, print_counts
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
-from dspark_store.writers.ledgers import state_ledger
+from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store
@@ -121,10 +123,14 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
         record = _open_or_create(job, storage)
         check_equality_class(storage, record, target.plan, target.device, allow=job.config.mix_equality_classes)
         _clean(storage, record)
+        before = token_ledger(storage).committed()
         if record.phase == "tokens":
             record = tokenise(storage, record, job.source, check)
             tell_refusals(job.source)
-        lengths = [int(length) for length in StoreIndex(storage, record).length]
+        index = StoreIndex(storage, record)
+        if not smoke:  # whose few samples say nothing about all of them
+            _tell_samples(storage, record, job, index, before)
+        lengths = [int(length) for length in index.length]
         _refuse_full_disk(storage, record, lengths)
         if not smoke:
             _warn_of_few_shards(record.schema, job.config, target.plan.crews)
@@ -180,6 +186,19 @@ def _open_or_create(job: Job, storage: LocalStorage) -> StoreRecord:
         return record
     write_metadata(storage, job.new_record)
     return job.new_record
+
+
+def _tell_samples(storage: LocalStorage, record: StoreRecord, job: Job, index: StoreIndex, before: list[int]) -> None:
+    """Print how many samples are cut and not supervised; shards ``before`` were tokenised by an earlier run.
+
+    UnsupervisedError when none is supervised, unless states were captured all the same.
+    """
+    schema = record.schema
+    read_before = np.isin(np.arange(schema.num_samples) // schema.shard_size, before)
+    counts = SampleCounts.of(job.source, schema.seq_length, index.length, index.supervised, read_before)
+    print_counts(counts)
+    if not state_ledger(storage, schema).committed():
+        counts.check()
 
 
 def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[int]) -> None:

@@ -6,7 +6,7 @@ import logging
 
 from dspark_store.sources.blend import Blend
 from dspark_store.sources.report import Reporting, SourceReport
-from dspark_store.sources.source import Source
+from dspark_store.sources.source import Source, SourceError
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +20,23 @@ def source_reports(source: Source) -> list[tuple[str, SourceReport]]:
             for name, report in source_reports(part.source)
         ]
     return [("", source.report())] if isinstance(source, Reporting) else []
+
+
+def no_samples(source: Source) -> SourceError:
+    """Return the error of a source that was read through and gave nothing: what became of its rows, and why."""
+    told = [f"{name}: {why}" if name else why for name, report in source_reports(source) if (why := _why_none(report))]
+    return SourceError(f"the source has no samples{': ' if told else ''}{'; '.join(told)}")
+
+
+def _why_none(report: SourceReport) -> str:
+    counts = [
+        (report.dropped, "are longer than seq-length and dropped"),
+        (report.too_few_supervised, "have fewer supervised tokens than min-supervised"),
+        (report.refused, "cannot be used"),
+    ]
+    told = [f"{count:,} {what}" for count, what in counts if count]
+    examples = [f" ({reason.count:,} such as {reason.examples[0]})" for reason in report.reasons.values()]
+    return f"of {report.read:,} rows read, {', '.join(told)}{''.join(examples)}" if told else ""
 
 
 def tell_refusals(source: Source) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.volumes import Volume
@@ -18,8 +20,8 @@ from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.progress import Progress
-from dspark_store.precompute.refusals import tell_refusals
-from dspark_store.precompute.report import print_report
+from dspark_store.precompute.refusals import no_samples, tell_refusals
+from dspark_store.precompute.report import SampleCounts, print_report
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.precompute.world import World, join_world
@@ -114,24 +116,28 @@ def _smoke(job: Job, world: World, target: JobTarget) -> None:
 def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | None) -> None:
     """Count the tokens of the whole source, from the store where it has them, and print what they amount to."""
     schema = job.new_record.schema
-    rows: Sequence[int]
+    lengths: Sequence[int]
+    supervised: Sequence[int]
     if recorded is not None and recorded.phase != "tokens":
         check_identity(recorded, job)
-        index = StoreIndex(storage, recorded)
-        rows = range(recorded.schema.num_samples)
-        if not recorded.complete:
-            missing = missing_shards(storage, recorded.schema)
-            rows = [row for shard in missing for row in recorded.schema.tokens.rows(shard)]
-        volume = Volume.of(schema, index.length[rows].tolist(), index.supervised[rows].tolist())
+        index, all_rows = StoreIndex(storage, recorded), np.arange(recorded.schema.num_samples)
+        counts = SampleCounts.of(job.source, schema.seq_length, index.length, index.supervised, all_rows >= 0)
+        missing = missing_shards(storage, recorded.schema)
+        rows = all_rows if recorded.complete else all_rows[np.isin(all_rows // recorded.schema.shard_size, missing)]
+        lengths, supervised = index.length[rows].tolist(), index.supervised[rows].tolist()
     else:
-        lengths, supervised = array("q"), array("q")
+        lengths, supervised = counted = array("q"), array("q")
         with Progress("tokenise", len(job.source), "rows") as progress:
             for sample in job.source.read():
-                lengths.append(len(sample.input_ids))
-                supervised.append(int(sample.loss_mask.sum()))
+                counted[0].append(len(sample.input_ids))
+                counted[1].append(int(sample.loss_mask.sum()))
                 progress.reach(job.source.record_of(sample.cursor), lambda: "")
+        if not lengths:
+            raise no_samples(job.source)
         tell_refusals(job.source)
-        volume = Volume.of(schema, lengths, supervised)
+        counts = SampleCounts.of(job.source, schema.seq_length, lengths, supervised)
+        counts.check()
+    volume = Volume.of(schema, lengths, supervised)
     rate = job.config.tokens_per_second or recorded_rate(recorded)
-    for line in estimate_lines(schema, job.new_record.last_layer, volume, storage.free_bytes(), rate):
+    for line in estimate_lines(schema, job.new_record.last_layer, volume, counts.lines(), storage.free_bytes(), rate):
         print(line)

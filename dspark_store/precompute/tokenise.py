@@ -9,6 +9,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.refusals import no_samples
 from dspark_store.sources.source import Resuming, Sample, Source, SourceError
 from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.publish import settle_tokens
@@ -54,7 +55,7 @@ def tokenise(
             shard, given = shard + (count > 0), given + count
             check()
     if shard == 0:
-        raise SourceError("the source has no samples")
+        raise no_samples(source)
     return settle_tokens(storage, record)
 
 

@@ -38,6 +38,10 @@ def is_unfinished_beginning(root: Path) -> bool:
     return all(path.name in metadata or path.name.startswith(tuple(f".{name}." for name in metadata)) for path in files)
 
 
+class UnsupervisedError(SourceError):
+    """No sample has a supervised token: the store, which has no states yet, is of no use."""
+
+
 class TargetError(ValueError):
     """The target cannot be loaded or captured as asked; another one, or other settings, make another store."""
 
@@ -60,16 +64,18 @@ def new_store_undone(storage: LocalStorage, holder: str) -> Iterator[None]:
     """Remove a store that the block has begun when it fails and leaves nothing to go on with.
 
     So it is before the first shard of tokens is committed; and when a row of the data or the target is refused, because
-    a mended one is another, for which the store would be refused. ``holder`` is the caller, whose lock the store has:
-    once it is another's, all that is there is too.
+    a mended one is another, for which the store would be refused. A store that was there already is removed for an
+    UnsupervisedError alone. ``holder`` is the caller, whose lock the store has: once it is another's, all that is there
+    is too.
     """
-    if has_store(storage):
-        yield
-        return
+    begun_here = not has_store(storage)
     try:
         yield
     except BaseException as error:
-        if _holds(storage, holder) and (_would_come_again(error) or not token_ledger(storage).committed()):
+        useless = isinstance(error, UnsupervisedError)
+        if begun_here and not useless:
+            useless = _would_come_again(error) or not token_ledger(storage).committed()
+        if useless and _holds(storage, holder):
             _remove_store(storage)
         raise
 

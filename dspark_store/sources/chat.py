@@ -205,7 +205,7 @@ class ChatSource:
         report.samples += len(cut.pieces)
         report.tokens += sum(len(ids) for ids, _ in cut.pieces)
         report.supervised += sum(supervised)
-        report.truncated += cut.truncated
+        report.truncated += cut.truncated and bool(cut.pieces)
         report.split += cut.split
         report.dropped += cut.dropped
         report.unsupervised += supervised.count(0)

@@ -39,13 +39,18 @@ def test_a_disk_that_cannot_hold_the_most_is_refused_with_both_numbers():
 
 def test_the_lines_give_exact_bytes_and_a_time_where_the_rate_is_known():
     volume = Volume.of(schema_of(), [100, 50], [10, 0])
-    lines = list(estimate_lines(schema_of(), 3, volume, free=10**9, rate=10.0))
-    assert " ".join(lines[0].split()) == "samples 2 (mean 75 tokens, 1 unsupervised)"
-    assert " ".join(lines[1].split()) == "tokens 150 (10 supervised)"
-    assert "28,800 bytes = 28.80 KB before compression (3 vectors a token)" in lines[2]
+    lines = list(estimate_lines(schema_of(), 3, volume, ("0 (0.0%)", "1 (50.0%)"), free=10**9, rate=10.0))
+    assert [" ".join(line.split()) for line in lines[:4]] == [
+        "samples 2 (mean 75 tokens)",
+        "cut at seq-length 0 (0.0%)",
+        "unsupervised 1 (50.0%)",
+        "tokens 150 (10 supervised)",
+    ]
+    assert "28,800 bytes = 28.80 KB before compression (3 vectors a token)" in lines[4]
     assert " ".join(lines[-1].split()) == "time 15 s at 10 tokens/s"
 
 
 def test_the_time_is_unknown_without_a_rate():
-    lines = list(estimate_lines(schema_of(), 3, Volume.of(schema_of(), [100], [10]), free=10**9, rate=None))
+    volume = Volume.of(schema_of(), [100], [10])
+    lines = list(estimate_lines(schema_of(), 3, volume, ("0", "0"), free=10**9, rate=None))
     assert "unknown: give --tokens-per-second" in lines[-1]

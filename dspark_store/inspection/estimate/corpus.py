@@ -11,8 +11,9 @@ import numpy as np
 
 from dspark_store.format.schema import IDS, MASK
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.refusals import no_samples
 from dspark_store.readers.cache import Cache
-from dspark_store.sources.source import Sample, Source, SourceError
+from dspark_store.sources.source import Sample, Source
 
 _SEED = 0
 
@@ -89,14 +90,14 @@ def count_source(source: Source, seq_length: int, rows: int, *, all_kept: bool) 
             progress.reach(source.record_of(sample.cursor), lambda: f"{len(counts):,} samples")
         progress.reach(len(source), lambda: "")
     if not counts:
-        raise SourceError("the source has no samples")
+        raise no_samples(source)
     return Corpus(np.array(counts, np.int64), np.array(supervised, np.int64), reservoir.rows())
 
 
 def _known(source: Source, lengths: np.ndarray, rows: int) -> Corpus:
     records = np.flatnonzero(lengths)
     if not len(records):
-        raise SourceError("the source has no samples")
+        raise no_samples(source)
     chosen = chosen_numbers(len(records), rows)
     samples = [source.sample(int(records[number])) for number in chosen]
     taken = tuple(
