@@ -16,6 +16,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary.summary import ShardRun, Summary, summarise
 from dspark_store.precompute.progress import size_text, time_text
+from dspark_store.sources.identity import chat_rules
 
 DAMAGED = 1
 _RUNS_SHOWN, _DIGEST_SHOWN = 8, 12
@@ -223,6 +224,9 @@ def _data(manifest: Mapping[str, JsonValue]) -> str:
     for name, label in (("train_split", "split"), ("shuffle_seed", "shuffle seed"), ("batch_size", "batch size")):
         if manifest.get(name) is not None:
             text += f", {label} {manifest[name]}"
+    rules = chat_rules(source)
+    if rules:
+        text += f", rule{'s' if len(rules) > 1 else ''} {' and '.join(map(str, rules))} for conversations"
     return text + _digest(options, "content_sha256")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from dataclasses import fields, replace
 from typing import TextIO
 
@@ -11,11 +12,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dspark_store.commands.terminal import Colours, decoder, masked_text
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.metadata import read_metadata
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.compare.token_diff import TokenPair, other_fields, pair_tokens, recorded_options
 from dspark_store.precompute.config import add_flags
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
 from dspark_store.sources.blend import Blend
-from dspark_store.sources.options import ChatOptions, option_values, options_of
+from dspark_store.sources.identity import chat_rules, chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values, options_of
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.report import Reporting
 from dspark_store.sources.source import Sample, Source, SourceError
@@ -26,20 +32,25 @@ from dspark_store.target.source import TargetSource
 
 FIRST_SAMPLES = 3
 _ROWS_A_STEP = 64
+_SEQ_LENGTH = 2048
+_TOKENS_BEFORE, _TOKENS_AFTER, _IDS_SHOWN = 24, 40, 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "data", nargs="+", help="files, globs or datasets of conversations, or any source as a configuration has it"
+        "data", nargs="*", help="files, globs or datasets of conversations, or any source as a configuration has it"
     )
-    parser.add_argument(
-        "--tokenizer", "--target-model", dest="model", required=True, help="the target: its tokenizer is used"
-    )
+    parser.add_argument("--tokenizer", "--target-model", dest="model", help="the target: its tokenizer is used")
     parser.add_argument("--rows", type=int, nargs="+", help="rows to show, counted from 0; the first three otherwise")
     parser.add_argument("--report", action="store_true", help="read the whole source and tell what became of its rows")
+    parser.add_argument(
+        "--compare",
+        metavar="STORE",
+        help="count the samples of a store whose ids or masks would be others today; what is not given is as it says",
+    )
     parser.add_argument("--chat-template", help="a chat template, inline Jinja, a file or a name")
-    parser.add_argument("--seq-length", type=int, default=2048, help="the most tokens a sample has")
+    parser.add_argument("--seq-length", type=int, help="the most tokens a sample has (default: 2048)")
     parser.add_argument("--split", help="a slice of the rows, name[a:b], taken after the shuffle")
     parser.add_argument("--shuffle-seed", type=int, help="seed of the order of rows; without it, that of the data")
     parser.add_argument("--max-samples", type=int, help="at most this many rows, after shuffle and split")
@@ -49,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
-    """Print the samples that were asked for, or the report of the whole source; return 0.
+    """Print the samples that were asked for, the report of the whole source, or its comparison with a store; return 0.
 
     Args:
         given: the arguments.
@@ -60,10 +71,12 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
 
     """
     out = out or sys.stdout
-    target = TargetSource(given.model, given.trust_remote_code)
-    tokenizer = load_tokenizer(target)
-    context = _context(given, tokenizer, _vocab_size(target, tokenizer))
-    source = build_source(parse_source(read_words(given.data)), context)
+    if given.compare is not None:
+        _compare(given, out)
+        return 0
+    if not given.data or not given.model:
+        raise ValueError(f"required but not given: {'--target-model' if given.data else 'the data'}")
+    tokenizer, source = _open(given, options_of(given))
     if given.report:
         _print_report(source, out)
         options = options_of(given)
@@ -86,24 +99,112 @@ def _vocab_size(target: TargetSource, tokenizer: PreTrainedTokenizerBase) -> int
         return len(tokenizer)
 
 
-def _context(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SourceContext:
+def _open(given: argparse.Namespace, options: ChatOptions) -> tuple[PreTrainedTokenizerBase, Source]:
+    """Return the target's tokenizer, with the chat template that is asked for, and the source."""
+    target = TargetSource(given.model, given.trust_remote_code)
+    tokenizer = load_tokenizer(target)
+
     def with_template() -> PreTrainedTokenizerBase:
         apply_chat_template_option(tokenizer, given.chat_template)
         return tokenizer
 
-    options = options_of(given)
-    if given.report:  # which tells what is wrong with them all
+    reads_all = given.report or given.compare is not None
+    if reads_all:  # and tells of the rows that are no use
         options = replace(options, on_bad_row="skip", max_refused=1.0)
-    return SourceContext(
-        seq_length=given.seq_length,
+    context = SourceContext(
+        seq_length=_SEQ_LENGTH if given.seq_length is None else given.seq_length,
         load_tokenizer=with_template,
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(target, tokenizer),
         split=given.split,
         shuffle_seed=given.shuffle_seed,
         max_samples=given.max_samples,
-        num_workers=given.num_workers if given.report else 0,
+        num_workers=given.num_workers if reads_all else 0,
         **option_values(options),
     )
+    return tokenizer, build_source(parse_source(read_words(given.data)), context)
+
+
+def _compare(given: argparse.Namespace, out: TextIO) -> None:
+    """Print how many samples of a store would be others today, and the first of them."""
+    storage = LocalStorage(given.compare)
+    record = read_metadata(storage).record
+    options = _as_stored(given, record)
+    tokenizer, source = _open(given, options)
+    _check_same(record, source, tokenizer, given.compare)
+    counted = Counter[str]()
+    shown: list[TokenPair] = []
+    with Progress("tokenise", len(source), "rows") as progress:
+        for pair in pair_tokens(storage, record, source):
+            counted[pair.difference] += 1
+            if pair.difference and len(shown) < FIRST_SAMPLES:
+                shown.append(pair)
+            if pair.today is not None:
+                progress.reach(source.record_of(pair.today.cursor), lambda: "")
+    differing, total = counted.total() - counted[""], counted.total()
+    rules = [
+        " and ".join(map(str, chat_rules(identity))) for identity in (record.manifest["source"], source.identity())
+    ]
+    if rules[0]:
+        print(f"rule of the store's conversations: {rules[0]}, of this version: {rules[1]}", file=out)
+    print(f"{differing:,} of {total:,} samples ({differing / max(1, total):.1%}) would be others today", file=out)
+    for difference, count in sorted(counted.items()):
+        if difference:
+            print(f"  {count:,}: {difference}", file=out)
+    for pair in shown:
+        _print_pair(pair, source, tokenizer, out)
+    for _, report in source_reports(source):
+        for reason in report.reasons.values():
+            print(f"\n{reason.count:,} rows cannot be used today, such as {reason.examples[0]}", file=out)
+
+
+def _as_stored(given: argparse.Namespace, record: StoreRecord) -> ChatOptions:
+    """Fill what is not given with what a store says; return the options of conversations."""
+    manifest = record.manifest
+    if not manifest.get("source"):
+        raise ValueError(f"the store at {given.compare} does not say what it was made from: no precompute made it")
+    recorded = recorded_options(manifest)
+    given.data = given.data or [str(manifest.get("train_data_path"))]
+    given.model = given.model or manifest.get("target_model")
+    given.seq_length = record.schema.seq_length if given.seq_length is None else given.seq_length
+    for name in ("split", "shuffle_seed", "max_samples"):
+        if getattr(given, name) is None:
+            setattr(given, name, recorded.get(name))
+    flags = {name: value for name in option_values(DEFAULT_OPTIONS) if (value := getattr(given, name)) is not None}
+    known = {name: value for name, value in recorded.items() if name in option_values(DEFAULT_OPTIONS)}
+    return ChatOptions(**{**known, **flags})
+
+
+def _check_same(record: StoreRecord, source: Source, tokenizer: PreTrainedTokenizerBase, store: str) -> None:
+    """Raise ValueError unless a source has the rows of a store, under its template; warn of another tokenizer."""
+    manifest = record.manifest
+    others = other_fields(manifest["source"], source.identity())
+    if others:
+        raise ValueError(
+            f"this is not the data of {store}, or not under its options: {'; '.join(others)}; give both as they were"
+        )
+    has_chats = bool(chat_rules(manifest["source"]))
+    if has_chats and manifest.get("chat_template_sha256") != chat_template_sha256(tokenizer):
+        raise ValueError(f"the chat template is not the one that {store} was made with: give that with --chat-template")
+    if manifest.get("tokenizer_sha256") != tokenizer_sha256(tokenizer):
+        print(f"note: the tokenizer is not the one that {store} was made with", file=sys.stderr)
+
+
+def _print_pair(pair: TokenPair, source: Source, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:
+    """Print where two samples begin to differ, as text with marks around what is supervised, and as ids."""
+    place = "" if pair.today is None else ", ".join(_places(source, source.record_of(pair.today.cursor - 1)))
+    number = "a new sample" if pair.stored is None else f"sample {pair.stored.number}"
+    print(f"\n{number}{f' ({place})' if place else ''}: {pair.difference}, from token {pair.first} on", file=out)
+    for name, sample in (("store", pair.stored), ("today", pair.today)):
+        if sample is None:
+            print(f"{name}  none", file=out)
+            continue
+        window = slice(max(0, pair.first - _TOKENS_BEFORE), pair.first + _TOKENS_AFTER)
+        ids, mask = sample.input_ids[window], sample.loss_mask[window]
+        text = masked_text(ids, mask, decoder(tokenizer), Colours(out), marks=("[[", "]]"))
+        before, after = "…" if window.start else "", "…" if window.stop < len(sample.input_ids) else ""
+        print(f"{name}  {before}{text}{after}", file=out)
+        if not pair.same_ids:
+            print(f"       ids {sample.input_ids[pair.first : pair.first + _IDS_SHOWN].tolist()}", file=out)
 
 
 def _print_sample(title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:

@@ -28,6 +28,7 @@ from dspark_store.precompute.batches import BATCHING_RULE
 from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
+from dspark_store.sources.identity import chat_rules, without_rules
 from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
@@ -204,13 +205,24 @@ def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescrip
 
 
 def check_identity(recorded: StoreRecord, job: Job) -> None:
-    """Raise ValueError (``does not match``) naming every field in which the store differs from this run."""
-    fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS)
+    """Raise ValueError (``does not match``) naming every field in which the store differs from this run.
+
+    The rule by which conversations become tokens must be the same only while tokens are still to be made.
+    """
+    stored, own = recorded.manifest.get("source"), job.manifest.get("source")
+    same_source = without_rules(stored) == without_rules(own)
+    fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS | ({"source"} if same_source else set()))
     if fields:
         details = "; ".join(
             f"{name}: store {recorded.manifest.get(name)!r}, this run {job.manifest.get(name)!r}" for name in fields
         )
         raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+    if recorded.phase == "tokens" and stored != own:
+        raise ValueError(
+            f"the tokens of the store in {job.config.output_dir} are not all there, and those that are were made by "
+            f"rule {_told_rules(stored)} for conversations; this version makes them by rule {_told_rules(own)}, which "
+            "gives some rows other ids or masks: go on with the version that began the store, or begin a new one"
+        )
     refuse_unfinished_copy(recorded, job.config.output_dir)
     formed, wanted = recorded.capture_shard_size, job.new_record.schema.shard_size
     if recorded.copied_from is not None and formed != wanted:
@@ -219,6 +231,10 @@ def check_identity(recorded: StoreRecord, job: Job) -> None:
             f"batches were formed in shards of {formed}, this run would form them in shards of {wanted}"
         )
     _check_target_config(recorded, job)
+
+
+def _told_rules(source: JsonValue) -> str:
+    return " and ".join(map(str, chat_rules(source)))
 
 
 def _check_target_config(recorded: StoreRecord, job: Job) -> None:

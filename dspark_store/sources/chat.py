@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
 from dspark_store.sources.files import DataPath, open_rows
+from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
 from dspark_store.sources.order import select_rows, split_name
 from dspark_store.sources.report import SourceReport
@@ -85,7 +86,7 @@ class ChatSource:
         self._parts = _PARTS if options.over_long == "split" else 1
         self._report = SourceReport()
         self._identity: dict[str, JsonValue] = {
-            "type": "tokens" if tokenizer is None else "chat",
+            **({"type": "tokens"} if tokenizer is None else {"type": "chat", "rule": CHAT_RULE}),
             "content_sha256": self._data.content_sha256,
             "split": split,
             "shuffle_seed": shuffle_seed,

@@ -1,11 +1,40 @@
-"""Content hashes of what turns text into tokens."""
+"""What turns text into tokens: the number of the rule, and content hashes of tokenizer and template."""
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from dspark_store.format.jsonvalue import JsonValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CHAT_RULE = 2
+"""By which rule conversations become ids and masks: any change of either is a new number. The identity of a source of
+type `chat` has it as `rule`; one without it was made by rule 1."""
+
+_FIRST_RULE = 1
+
+
+def chat_rules(identity: JsonValue) -> list[int]:
+    """Return the rules that a source's conversations were made by: one, those of a blend's parts, or none."""
+    if not isinstance(identity, Mapping):
+        return []
+    if identity.get("type") == "blend":
+        parts = identity.get("parts")
+        return sorted({rule for part in (parts if isinstance(parts, list) else []) for rule in chat_rules(part)})
+    rule = identity.get("rule", _FIRST_RULE)
+    return [rule] if identity.get("type") == "chat" and isinstance(rule, int) else []
+
+
+def without_rules(identity: JsonValue) -> JsonValue:
+    """Return a source's identity without the rules of its conversations."""
+    if not isinstance(identity, Mapping):
+        return identity
+    if identity.get("type") == "blend" and isinstance(parts := identity.get("parts"), list):
+        return {**identity, "parts": [without_rules(part) for part in parts]}
+    return {name: value for name, value in identity.items() if (identity.get("type"), name) != ("chat", "rule")}
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -9,7 +9,7 @@ from dspark_store.cli import main
 from dspark_store.commands.info import add_arguments, bar
 from dspark_store.commands.info import run as run_command
 from tests.commands.test_terminal import Terminal
-from tests.precompute.jobs import arguments, interrupted, precompute
+from tests.precompute.jobs import arguments, interrupted, precompute, rule_1
 from tests.sources.words import CHAT, write_rows
 from tests.stores import build_store, flip
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats
@@ -52,8 +52,18 @@ def test_a_finished_job_is_told_on_one_screen(folder, capsys):
     assert "x against padded: " in said["saved"]
     assert "class cpu exact" in said["made"]
     assert "(chat), " in said["data"]
+    assert ", rule 2 for conversations, " in said["data"]
     assert "qwen3" in said["target"]
     assert "missing" not in said
+
+
+def test_a_store_from_before_rules_had_numbers_is_of_rule_1(folder, tmp_path, capsys):
+    chats = folder / "chats.jsonl"
+    for name, data in (("alone", chats), ("blend", f"[{chats}, {{type: dummy, samples: 2, max_length: 4}}]")):
+        with rule_1():
+            store = precompute(folder / "target", data, tmp_path / name)
+        capsys.readouterr()
+        assert ", rule 1 for conversations" in entries(told(store, capsys))["data"]
 
 
 def test_no_line_is_wider_than_80_columns_in_any_phase(folder, tmp_path, capsys, monkeypatch):

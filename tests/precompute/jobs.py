@@ -1,6 +1,8 @@
 """Running the command in this process, and looking at what it left behind."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 from dspark_store.format.metadata import COPY_KEY
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.batches import batches_of
+from dspark_store.sources.chat import ChatSource
+from dspark_store.sources.identity import without_rules
 
 run_module = import_module("dspark_store.precompute.run")  # the package's own `run` is the function
 fill_module = import_module("dspark_store.precompute.fill")
@@ -148,3 +152,22 @@ def refused(job, capsys, *, at_once=False):
     assert "Traceback" not in text
     assert not at_once or text == line + "\n"
     return line
+
+
+@contextmanager
+def rule_1():
+    """Let conversations be by rule 1, which identities did not name, for the block: some ids and masks were others."""
+    identity, read = ChatSource.identity, ChatSource.read
+
+    def read_otherwise(self, cursor=0):
+        for sample in read(self, cursor):
+            record = self.record_of(sample.cursor) - 1
+            ids = sample.input_ids[: -1 if record == 1 else None]
+            mask = sample.loss_mask[: len(ids)].copy()
+            mask[-1] = 1 - mask[-1] if record == 5 else mask[-1]
+            yield replace(sample, input_ids=ids, loss_mask=mask)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatSource, "identity", lambda self: without_rules(identity(self)))
+        patch.setattr(ChatSource, "read", read_otherwise)
+        yield
