@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.digests import array_checksum, array_keys, object_limit
 from dspark_store.format.ledger import Ledger, counted_objects, distinct_bytes, unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import (
@@ -134,4 +134,4 @@ class StoreIndex:
                 f"index array {path} of {self._storage} is not the one that was sealed; {remedy(self._storage)}"
             )
         (key,) = array_keys(path, spec)
-        return unpack_array(self._storage.read(key), spec.data_type, spec.shape, key)
+        return unpack_array(self._storage.read(key, object_limit(spec)), spec.data_type, spec.shape, key)

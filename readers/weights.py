@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.digests import array_checksum, array_keys, object_limit
 from dspark_store.format.dtypes import bits_tensor
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
@@ -43,7 +43,7 @@ def _read_table(storage: Storage, record: StoreRecord, path: str) -> torch.Tenso
     keys, rows = array_keys(path, spec), spec.chunk[0]
     table = np.empty((len(keys) * rows, *spec.shape[1:]), dtype.stored)
     for index, key in enumerate(keys):
-        stored = memoryview(storage.read(key))
+        stored = memoryview(storage.read(key, object_limit(spec)))
         crc = int.from_bytes(stored[-4:], "little")
         spec.chain.decode(stored, table[index * rows : (index + 1) * rows], crc=crc)
     return bits_tensor(table[: spec.shape[0]], dtype.torch_dtype)

@@ -2,9 +2,11 @@
 
 import os
 import threading
+from collections.abc import Callable
 
 import pytest
 
+from dspark_store.format.damage import IrregularObjectError
 from dspark_store.format.storage import Storage
 
 
@@ -252,3 +254,29 @@ class StorageContract:
 
     def test_free_space_is_told(self, storage: Storage) -> None:
         assert storage.free_bytes() > 0
+
+    def test_an_object_of_at_most_the_limit_is_read_and_no_larger_one(self, storage: Storage) -> None:
+        storage.put("a", b"12345")
+        assert storage.read("a", 5) == b"12345"
+        with pytest.raises(IrregularObjectError, match="object a has 5 bytes, expected at most 4"):
+            storage.read("a", 4)
+
+    @pytest.mark.parametrize("key", ["/etc/passwd", "../a", "a/../b", "a//b", "a/", "", ".", "./a", "a\0b"])
+    def test_a_key_that_need_not_stay_in_the_store_is_refused(self, storage: Storage, key: str) -> None:
+        storage.put("a/b", b"x")
+        calls: list[Callable[[], object]] = [
+            lambda: storage.open(key),
+            lambda: storage.read(key),
+            lambda: storage.exists(key),
+            lambda: storage.put(key, b""),
+            lambda: storage.put_new(key, b""),
+            lambda: storage.create(key),
+            lambda: storage.link(key, "c"),
+            lambda: storage.link("a/b", key),
+            lambda: storage.delete(key),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="is no key of a store"):
+                call()
+        assert storage.list("") == []
+        assert storage.list("a") == ["b"]

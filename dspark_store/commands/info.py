@@ -199,6 +199,8 @@ def _comparison(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "", f"{compared.ragged_ratio:.2f}x against ragged: {ragged}, the same at valid positions only"
     beside = [f"{group.name} {size_text(group.bytes)}" for group in summary.beside if group.files]
     yield "beside", ", ".join(beside)
+    for line in summary.links.lines():
+        yield "links", line
 
 
 def _making(summary: Summary) -> Iterator[tuple[str, str]]:

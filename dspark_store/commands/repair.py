@@ -37,9 +37,10 @@ def run(given: argparse.Namespace) -> int:
 
 def lines_of(plan: RepairPlan, store: str) -> list[str]:
     """Return what a repair says of itself, and what is to be done next."""
+    left = _listed("left", [f"{key}: no name of an object, so move it elsewhere yourself" for key in plan.left])
     if plan.empty:
-        return [f"{store}: nothing to repair"]
-    lines = [*_listed("restored", plan.restored), *_listed("removed", plan.removed)]
+        return [*left, f"{store}: nothing to repair"]
+    lines = [*_listed("restored", plan.restored), *_listed("removed", plan.removed), *left]
     lines += _uncommitted("tokens", plan.tokens, plan) + _uncommitted("states", plan.states, plan)
     if plan.weights:
         lines.append(f"uncommitted  the target's tables: {plan.weights}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,7 +114,7 @@ def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file whole: who reads it meanwhile sees the old one. What is no Unicode in a path becomes "?"."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # nobody can have put a link there
     partial.write_text(text, encoding="utf-8", errors="replace")
     partial.replace(path)
 

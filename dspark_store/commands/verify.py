@@ -108,6 +108,8 @@ def _print(found: Verification, fresh: Sequence[Recomputed]) -> None:
         print(problem_line(problem))
     if len(found.problems) > _SHOWN:
         print(f"... and {len(found.problems) - _SHOWN:,} more problems; --json lists them all")
+    for line in found.links.lines():
+        print(line)
     if fresh:
         equal = sum(result.difference == 0 for result in fresh)
         worst = max(fresh, key=lambda result: (result.difference != result.difference, result.difference))

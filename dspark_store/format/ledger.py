@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from crc32c import crc32c
 
+from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.schema import IDS, MASK, TOKEN_OBJECTS
 from dspark_store.format.shard import ObjectRecord
@@ -80,7 +81,7 @@ class Ledger:
     def row(self, shard: int) -> np.ndarray:
         """Return a shard's row, (objects, 2) uint64; FileNotFoundError when it is not committed."""
         key = self.key(shard)
-        return unpack_array(self._storage.read(key), "uint64", (self._objects, 2), key)
+        return unpack_array(self._storage.read(key, 16 * self._objects + CRC_BYTES), "uint64", (self._objects, 2), key)
 
     def publish(self, shard: int, records: Sequence[ObjectRecord]) -> None:
         """Commit a shard; FileExistsError when it is committed already."""

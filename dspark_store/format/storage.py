@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Buffer, Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +21,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from dspark_store.format.append import IOV_MAX, open_appender
+from dspark_store.format.damage import IrregularObjectError
+from dspark_store.format.folders import key_parts, opened_folder
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 _LINK_ATTEMPTS = 8
+_COPIED_AT_ONCE = 1024 * 1024
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO waits for nobody
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+DOCUMENT_BYTES = 8 * 1024 * 1024
+"""The most bytes that a JSON document of a store may have."""
 
 
 class ObjectReader(Protocol):
@@ -65,16 +74,22 @@ class ObjectWriter(Protocol):
 
 @runtime_checkable
 class Storage(Protocol):
-    """A place for one store's objects. Two storages of the same place are equal."""
+    """A place for one store's objects. Two storages of the same place are equal.
+
+    A key that could lead out of the place (absolute, with an empty name, ``.`` or ``..``) is refused with ValueError.
+    """
 
     def __hash__(self) -> int: ...
 
     def open(self, key: str) -> ObjectReader:
-        """Open an object; FileNotFoundError when there is none."""
+        """Open an object; FileNotFoundError when there is none, IrregularObjectError when it is no plain file."""
         ...
 
-    def read(self, key: str) -> bytes:
-        """Return a whole (small) object; FileNotFoundError when there is none."""
+    def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
+        """Return a whole (small) object of at most ``limit`` bytes; FileNotFoundError when there is none.
+
+        IrregularObjectError, before anything is read, when it is larger.
+        """
         ...
 
     def exists(self, key: str) -> bool:
@@ -115,13 +130,24 @@ class Storage(Protocol):
 
 
 class LocalObject:
-    """`ObjectReader` of a file."""
+    """`ObjectReader` of a regular file; IrregularObjectError, at once, for anything else. A link to one is followed."""
 
     __slots__ = ("_descriptor", "size")
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self._descriptor).st_size
+    def __init__(self, path: Path, key: str = "") -> None:
+        try:
+            self._descriptor = os.open(path, _READ)
+        except OSError as error:
+            what = {errno.ENXIO: "a socket or a device", errno.ELOOP: "a link that leads to itself"}
+            if error.errno not in what:
+                raise
+            raise IrregularObjectError(f"object {key or path} is {what[error.errno]}, not a regular file") from error
+        found = os.fstat(self._descriptor)
+        self.size = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+            raise IrregularObjectError(f"object {key or path} is {kind}, not a regular file")
 
     def read(self, offset: int, length: int) -> bytes:
         """See `ObjectReader`."""
@@ -186,13 +212,16 @@ class LocalObject:
 
 
 class LocalObjectWriter:
-    """`ObjectWriter` of a file: a hidden temporary file, fsync, rename, fsync of the directory."""
+    """`ObjectWriter` of a file: a hidden temporary file, fsync, rename, fsync of the directory.
 
-    def __init__(self, path: Path, *, large: bool = False) -> None:
-        _make_directory(path.parent)
-        self._path = path
-        self.temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        self._file = self.temporary.open("xb", buffering=0)
+    The folder is opened anew at each step, so that a writer holds one descriptor only.
+    """
+
+    def __init__(self, root: Path, key: str, *, large: bool = False) -> None:
+        self._root, self.key = root, key
+        with opened_folder(root, key, make=True) as (folder, name):
+            self._temporary = _temporary_name(name)
+            self._file = os.fdopen(os.open(self._temporary, _CREATE, 0o666, dir_fd=folder), "wb", buffering=0)
         self._appender = open_appender(self._file.fileno(), large=large)
 
     def write(self, *parts: Buffer) -> None:
@@ -202,8 +231,18 @@ class LocalObjectWriter:
     def commit(self) -> None:
         """See `ObjectWriter`."""
         self.finish()
-        self.temporary.replace(self._path)
-        _sync_directory(self._path.parent)
+        with opened_folder(self._root, self.key) as (folder, name):
+            os.replace(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+
+    def commit_new(self) -> None:
+        """Make the object durable and visible; FileExistsError when there is one."""
+        self.finish()
+        with opened_folder(self._root, self.key) as (folder, name):
+            _link_or_rename(folder, self._temporary, name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary, dir_fd=folder)
+            os.fsync(folder)
 
     def finish(self) -> None:
         """Make the temporary file's content durable and close it. A failed fsync means writing the object again."""
@@ -217,7 +256,8 @@ class LocalObjectWriter:
         self._appender.close()
         with contextlib.suppress(OSError):
             self._file.close()
-        self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), opened_folder(self._root, self.key) as (folder, _):
+            os.unlink(self._temporary, dir_fd=folder)
 
 
 class LocalStorage:
@@ -239,16 +279,19 @@ class LocalStorage:
         return f"LocalStorage({str(self.root)!r})"
 
     def path(self, key: str) -> Path:
-        """Return the file behind a key."""
-        return self.root / key
+        """Return the file behind a key; ValueError for a key that need not stay in the store."""
+        return self.root.joinpath(*key_parts(key))
 
     def open(self, key: str) -> LocalObject:
-        """See `Storage`."""
-        return LocalObject(self.path(key))
+        """See `Storage`; a link is followed wherever it points, since a hub's snapshot consists of nothing else."""
+        return LocalObject(self.path(key), key)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
         """See `Storage`."""
-        return self.path(key).read_bytes()
+        with contextlib.closing(LocalStorage.open(self, key)) as reader:
+            if reader.size > limit:
+                raise IrregularObjectError(f"object {key} has {reader.size} bytes, expected at most {limit}")
+            return reader.read(0, reader.size)
 
     def exists(self, key: str) -> bool:
         """See `Storage`."""
@@ -257,14 +300,18 @@ class LocalStorage:
     def list(self, directory: str) -> list[str]:
         """See `Storage`."""
         try:
-            with os.scandir(self.path(directory)) as entries:
-                return sorted(entry.name for entry in entries if not _is_temporary(entry.name) and entry.is_file())
+            with os.scandir(self.path(directory) if directory else self.root) as entries:
+                return sorted(entry.name for entry in entries if not _is_temporary(entry.name) and _is_file(entry))
         except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
             return []
 
     def put(self, key: str, data: bytes) -> None:
         """See `Storage`."""
-        writer = LocalObjectWriter(self.path(key))
+        writer = LocalObjectWriter(self.root, key)
         try:
             writer.write(data)
             writer.commit()
@@ -274,55 +321,95 @@ class LocalStorage:
 
     def put_new(self, key: str, data: bytes) -> None:
         """See `Storage`; publishes by ``link``, which refuses to replace."""
-        path = self.path(key)
-        writer = LocalObjectWriter(path)
+        writer = LocalObjectWriter(self.root, key)
         try:
             writer.write(data)
-            writer.finish()
-            _link_or_rename(writer.temporary, path)
-        finally:
+            writer.commit_new()
+        except BaseException:
             writer.abort()
-        _sync_directory(path.parent)
+            raise
 
     def create(self, key: str) -> LocalObjectWriter:
         """See `Storage`."""
-        return LocalObjectWriter(self.path(key), large=True)
+        return LocalObjectWriter(self.root, key, large=True)
 
     def link(self, source: str, key: str) -> None:
-        """See `Storage`; a hard link, or a copy where the file system has none."""
-        path = self.path(key)
-        _make_directory(path.parent)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
+        """See `Storage`; a hard link, or a copy where the file system has none, or where the source is a link itself.
+
+        So no file outside of the store becomes an object of it.
+        """
+        with opened_folder(self.root, key, make=True) as (folder, name):
+            temporary = _temporary_name(name)
             try:
-                _link_standing(self.path(source), temporary)
+                linked = self._link_standing(source, folder, temporary)
+                if linked:
+                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                # rename() of one hard link onto another of the same file leaves both names
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+            if linked:
+                os.fsync(folder)
+                return
+        self._copy(source, key)
+
+    def _link_standing(self, source: str, folder: int, temporary: str) -> bool:
+        """Link a file, again when it was replaced at that very moment; return whether it can be linked.
+
+        What is replaced all the time can be copied where it cannot be linked: who opens a file, holds it.
+        """
+        for _ in range(_LINK_ATTEMPTS):
+            try:
+                with opened_folder(self.root, source) as (place, name):
+                    os.link(name, temporary, src_dir_fd=place, dst_dir_fd=folder, follow_symlinks=False)
+            except FileNotFoundError:  # the kernel says so of a file that is replaced
+                continue
             except OSError as error:
-                # what is replaced all the time can be copied where it cannot be linked: who opens a file, holds it
-                if error.errno not in _NO_LINKS and not isinstance(error, FileNotFoundError):
+                if error.errno not in _NO_LINKS and not isinstance(error, NotADirectoryError):
                     raise
-                _copy(self.path(source), temporary)
-            temporary.replace(path)
-        finally:
-            # rename() of one hard link onto another of the same file leaves both names
-            temporary.unlink(missing_ok=True)
-        _sync_directory(path.parent)
+                return False
+            return stat.S_ISREG(os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_mode)
+        return False
+
+    def _copy(self, source: str, key: str) -> None:
+        with contextlib.closing(self.open(source)) as reader:
+            writer = LocalObjectWriter(self.root, key)
+            try:
+                for offset in range(0, reader.size, _COPIED_AT_ONCE):
+                    writer.write(reader.read(offset, _COPIED_AT_ONCE))
+                writer.commit()
+            except BaseException:
+                writer.abort()
+                raise
 
     def delete(self, key: str) -> None:
-        """See `Storage`."""
-        path = self.path(key)
-        if path.exists():
-            path.unlink()
-            _sync_directory(path.parent)
+        """See `Storage`; of a link, the link is removed."""
+        with contextlib.suppress(FileNotFoundError), opened_folder(self.root, key) as (folder, name):
+            os.unlink(name, dir_fd=folder)
+            os.fsync(folder)
+
+    def refuse_links(self, key: str) -> None:
+        """Raise NotADirectoryError when a folder of this key is a link, through which nothing is written."""
+        with contextlib.suppress(FileNotFoundError), opened_folder(self.root, key):
+            pass
+
+    def remove_empty_folders(self, key: str) -> None:
+        """Remove the folders of a removed object that are empty, up to the root."""
+        parts = key_parts(key)
+        with contextlib.suppress(OSError):
+            for depth in range(len(parts) - 1, 0, -1):
+                with opened_folder(self.root, "/".join(parts[:depth])) as (above, name):
+                    os.rmdir(name, dir_fd=above)
 
     def sweep(self) -> int:
         """See `Storage`."""
         leftovers = list(self.temporaries())
         for path in leftovers:
-            path.unlink(missing_ok=True)
+            self.delete(path.relative_to(self.root).as_posix())
         return len(leftovers)
 
     def temporaries(self) -> Iterator[Path]:
-        """Yield the files that interrupted writers left behind."""
+        """Yield the files that interrupted writers left behind; no link to a folder is followed."""
         for directory, _, names in os.walk(self.root):
             yield from (Path(directory, name) for name in names if _is_temporary(name))
 
@@ -354,47 +441,26 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
 
-def _make_directory(directory: Path) -> None:
-    """Create a directory and its parents, each durable in the one above it."""
-    missing = []
-    place = directory
-    while not place.is_dir():
-        missing.append(place)
-        place = place.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    for made in reversed(missing):
-        _sync_directory(made.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _is_file(entry: os.DirEntry[str]) -> bool:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
-def _link_standing(source: Path, target: Path) -> None:
-    """Link a file, again when it was replaced at that very moment: the kernel then says that there is none."""
-    for _ in range(_LINK_ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):
-            os.link(source, target)
-            return
-    os.link(source, target)
+def _temporary_name(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
-def _link_or_rename(source: Path, target: Path) -> None:
+def _link_or_rename(folder: int, source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
-        source.rename(target)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(target, dir_fd=folder, follow_symlinks=False)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
+        os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)

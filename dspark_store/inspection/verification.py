@@ -10,6 +10,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.problem import Problem
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.shardwise import map_shards
+from dspark_store.readers.checks.listing import Links, find_links
 from dspark_store.readers.verify import survey_store
 
 _RANGES = 8
@@ -19,7 +20,7 @@ _RANGES = 8
 class Verification:
     """What was checked, and what was found. ``problems`` are sorted, however the shards were shared out.
 
-    ``nbytes`` of the columns' objects were read in ``seconds``.
+    ``nbytes`` of the columns' objects were read in ``seconds``. ``links`` are no problem.
     """
 
     samples: int
@@ -28,6 +29,7 @@ class Verification:
     seconds: float
     quick: bool
     problems: tuple[Problem, ...]
+    links: Links
 
     @property
     def hit(self) -> frozenset[int]:
@@ -42,6 +44,7 @@ class Verification:
             "bytes": self.nbytes,
             "seconds": self.seconds,
             "quick": self.quick,
+            "links": {"out": self.links.out, "folders": list(self.links.folders)},
             "problems": [problem.to_json() for problem in self.problems],
         }
 
@@ -85,7 +88,7 @@ def verify(
             samples, nbytes, done = samples + verdict.samples, nbytes + verdict.nbytes, done + 1
             told()
     in_order = sorted(problems, key=lambda problem: problem.order)
-    return Verification(samples, done, nbytes, time.monotonic() - began, quick, tuple(in_order))
+    return Verification(samples, done, nbytes, time.monotonic() - began, quick, tuple(in_order), find_links(storage))
 
 
 def ranges_text(numbers: Sequence[int], most: int = _RANGES) -> str:

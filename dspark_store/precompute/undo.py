@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,7 +128,8 @@ def _retract(
     columns: Sequence[str],
     expected: Callable[[int, np.ndarray], Mapping[str, int | None]],
 ) -> list[str]:
-    sizes = {f"{column}/{name}": size for column in columns for name, size in _sizes(storage.path(column)).items()}
+    keys = [f"{column}/{name}" for column in columns for name in storage.list(column)]
+    sizes = {key: storage.path(key).stat().st_size for key in keys}
     broken: list[str] = []
     for shard in ledger.committed():
         for key, size in expected(shard, ledger.row(shard)).items():
@@ -139,14 +139,6 @@ def _retract(
                 broken.append(f"shard {shard} ({key} {'is missing' if found is None else f'has {found} bytes'})")
                 break
     return broken
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    try:
-        with os.scandir(directory) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries}
-    except FileNotFoundError:
-        return {}
 
 
 def _token_sizes(schema: StoreSchema, shard: int, row: np.ndarray) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ import numpy as np
 from crc32c import crc32c
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import DIGEST_BYTES, array_keys
+from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.ledger import unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY
@@ -48,7 +48,7 @@ def check_index(storage: Storage, record: StoreRecord) -> CheckedIndex:
     for path, spec in specs.items():
         (key,) = array_keys(path, spec)
         try:
-            stored = storage.read(key)
+            stored = storage.read(key, object_limit(spec))
             arrays[path] = unpack_array(stored, spec.data_type, spec.shape, key)
         except (OSError, DamagedStoreError) as error:
             problems.append(Problem(Part.INDEX, key, None, (), told(error, key)))
@@ -91,7 +91,7 @@ def check_weights(storage: Storage, record: StoreRecord) -> list[Problem]:
         damaged = []
         for key in array_keys(path, spec):
             try:
-                stored = storage.read(key)
+                stored = storage.read(key, object_limit(spec))
                 if crc32c(stored[:-4]) != int.from_bytes(stored[-4:], "little") or len(stored) < 4:
                     raise DamagedStoreError("fails its checksum")
                 state.update(stored)
@@ -118,6 +118,6 @@ def told(error: Exception, key: str) -> str:
     """Return what an error says of an object, without its key."""
     if isinstance(error, FileNotFoundError):
         return "is missing"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, DamagedStoreError):
         return f"cannot be read: {error.strerror or error}"
     return str(error).removeprefix(f"object {key} ")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from dspark_store.format.digests import array_keys
 from dspark_store.format.ledger import Ledger
@@ -21,9 +24,51 @@ from dspark_store.format.schema import (
     TOKEN_OBJECTS,
     object_key,
 )
+from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.checks.view import StoreView
 
 _NUMBERS = re.compile(r"c((?:\.(?:0|[1-9]\d*))+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What of a store is links: ``out`` objects that lie outside of it, and the ``folders`` that are links."""
+
+    out: int = 0
+    folders: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return what a user should know of them."""
+        objects = "1 object is a link" if self.out == 1 else f"{self.out:,} objects are links"
+        lines = [f"{objects} to files outside of the store"] if self.out else []
+        return lines + [f"{folder} is a link to a folder: nothing is written through it" for folder in self.folders]
+
+
+def find_links(storage: Storage) -> Links:
+    """Look for links below a local store's root, without following any."""
+    if not isinstance(storage, LocalStorage):
+        return Links()
+    root = os.path.realpath(storage.root)
+    out, folders, pending = 0, [], [root]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as found:
+                entries = [entry for entry in found if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
+        except OSError:  # what cannot be listed holds no object that could be read
+            continue
+        for entry in entries:
+            if not entry.is_symlink():
+                pending.append(entry.path)
+            elif Path(entry.path).is_dir():
+                folders.append(Path(entry.path).relative_to(root).as_posix())
+            else:
+                out += not os.path.realpath(entry.path).startswith(f"{root}/")
+    return Links(out, tuple(sorted(folders)))
+
+
+def is_object_name(name: str) -> bool:
+    """Tell whether a name is one that objects have: ``c.`` and numbers."""
+    return _NUMBERS.fullmatch(name) is not None
 
 
 def known_shards(view: StoreView) -> Sequence[int]:

@@ -147,12 +147,18 @@ def _trace_captures(tell: Tell) -> None:
     JobTarget._load = traced_load  # type: ignore[method-assign]
 
 
+def _path(name: Any, options: dict[str, Any]) -> str:
+    """Return the path that a call is given: names may be relative to the descriptor of their folder."""
+    folder = options.get("dir_fd", options.get("src_dir_fd"))
+    return os.fspath(name) if folder is None else f"{Path(f'/proc/self/fd/{folder}').readlink()}/{name}"
+
+
 def _trace_calls(tell: Tell, order: Order, *, kills: bool) -> None:
     done = 0
 
     def counted(name: str, call: Callable[..., Any], first: Any, *rest: Any, **named: Any) -> Any:
         nonlocal done
-        if name == "fsync" or os.fspath(first).startswith(order.store):
+        if name == "fsync" or _path(first, named).startswith(order.store):
             done += 1
             tell(f"call {name}")
             if kills and done == order.kill_at:

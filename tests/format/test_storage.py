@@ -67,7 +67,7 @@ def without_unlinks(calls: list[str]) -> list[str]:
 
 
 def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def link(source: object, target: object) -> None:
+    def link(source: object, target: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", link)
@@ -251,7 +251,7 @@ def test_a_write_goes_on_where_the_kernel_cut_it_short(
         return writev(descriptor, parts)
 
     monkeypatch.setattr(os, "writev", short)
-    writer = LocalObjectWriter(storage.path("a"))
+    writer = LocalObjectWriter(storage.root, "a")
     writer.write(b"012", b"", b"3", b"45678", b"9")
     writer.write(b"ab")
     writer.commit()
@@ -271,7 +271,7 @@ def test_a_disk_that_is_full_in_the_midst_of_a_write_is_told(
         return writev(descriptor, [views[0][:room]])
 
     monkeypatch.setattr(os, "writev", fill)
-    writer = LocalObjectWriter(storage.path("a"))
+    writer = LocalObjectWriter(storage.root, "a")
     with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
         writer.write(b"0123456789")
     assert caught.value.errno == code
@@ -292,7 +292,7 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
     storage: LocalStorage, advice: list[tuple[int, int]]
 ) -> None:
-    writer = LocalObjectWriter(storage.path("a"))
+    writer = LocalObjectWriter(storage.root, "a")
     for count in (4, 5, 3, 25, 9, 1):
         writer.write(bytes(count))
     writer.commit()
@@ -302,7 +302,7 @@ def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
 def test_writing_behind_changes_no_byte(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(100_000)
     monkeypatch.setattr(append_module, "_WRITE_BEHIND", 1000)
-    writer = LocalObjectWriter(storage.path("a"))
+    writer = LocalObjectWriter(storage.root, "a")
     for part in parts_of(data, 777):
         writer.write(part)
     writer.commit()
@@ -433,10 +433,10 @@ def test_a_link_that_fails_for_a_moment_is_tried_again(storage: LocalStorage, mo
     storage.put("a", b"content")
     real, failures = os.link, iter([True, True])
 
-    def link(source: Path, target: Path) -> None:
+    def link(source: str, target: str, **options: Any) -> None:
         if next(failures, False):
             raise FileNotFoundError(errno.ENOENT, "replaced at this moment")
-        real(source, target)
+        real(source, target, **options)
 
     monkeypatch.setattr(os, "link", link)
     storage.link("a", "b")

@@ -14,18 +14,13 @@ from dspark_store.precompute.__main__ import main
 from tests.precompute.jobs import contents, refused
 
 
-def key_of(writer):
-    name = writer.temporary.name.removeprefix(".").rsplit(".", 2)[0]
-    return f"{writer.temporary.parent.name}/{name}"
-
-
 def fail_at(monkeypatch, step, key, code):
     """Make the disk fail for good once the object at the end of ``key`` comes to a step: write or finish."""
     original = getattr(LocalObjectWriter, step)
     failing: list[str] = []
 
     def failing_step(writer, *args):
-        if failing or key.endswith(key_of(writer)):
+        if failing or key.endswith(f"store/{writer.key}"):
             failing.append(key)
             raise OSError(code, os.strerror(code))
         return original(writer, *args)
@@ -95,8 +90,8 @@ def test_a_place_that_cannot_be_made_is_one_line(job, tmp_path, monkeypatch, cap
 
 
 def test_an_empty_place_that_cannot_be_written_is_one_line(job, tmp_path, monkeypatch, capsys):
-    def read_only(writer, path):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+    def read_only(writer, root, key):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{root}/{key}")
 
     monkeypatch.setattr(LocalObjectWriter, "__init__", read_only)
     assert "Read-only file system" in refused(job(output=tmp_path), capsys, at_once=True)

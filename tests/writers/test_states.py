@@ -270,7 +270,7 @@ def test_a_file_system_without_links_gets_a_copy(storage, monkeypatch):
     link = os.link
 
     def no_link(source, target, **options):
-        if LAST in str(source):
+        if not source.startswith("."):  # what is published is linked too, from a hidden name
             raise PermissionError(1, "Operation not permitted")
         link(source, target, **options)
 

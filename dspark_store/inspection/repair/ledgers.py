@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import DIGEST_BYTES, array_keys
+from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.ledger import Ledger, pack_array, unpack_array
 from dspark_store.format.schema import INDEX_OBJECTS, INDEX_STATUS, TOKEN_OBJECTS
 from dspark_store.inspection.repair.evidence import ShardEvidence, gather, state_row, token_row
@@ -88,7 +88,7 @@ def _table(mending: Mending) -> tuple[np.ndarray | None, bool]:
     spec = mending.schema.final_index()[INDEX_OBJECTS]
     (key,) = array_keys(INDEX_OBJECTS, spec)
     try:
-        data = mending.storage.read(key)
+        data = mending.storage.read(key, object_limit(spec))
         return unpack_array(data, spec.data_type, spec.shape, key), checksum_holds(mending, INDEX_OBJECTS, data)
     except (FileNotFoundError, DamagedStoreError):
         return None, False

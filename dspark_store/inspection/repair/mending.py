@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dspark_store.format.damage import IrregularObjectError
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.inspection.repair.overlay import Overlay
@@ -16,7 +17,8 @@ class Mending:
     """A store that is mended in an overlay, under the record that it has by now.
 
     ``restored`` are the keys of objects that the rest of the store has proved, and that are as they were again;
-    ``removed`` those of objects that are no part of it. ``tokens`` and ``states`` are the shards that must be made
+    ``removed`` those of objects that are no part of it, ``left`` those of files that no writer names so, which are left
+    alone. ``tokens`` and ``states`` are the shards that must be made
     again, with the reason, ``weights`` the reason why the target's tables must be, or "".
     """
 
@@ -25,6 +27,7 @@ class Mending:
     workers: Workers
     restored: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     tokens: dict[int, str] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     weights: str = ""
@@ -46,7 +49,11 @@ class Mending:
 
     def restore(self, key: str, data: bytes) -> None:
         """Put an object right, unless it is."""
-        if not self.storage.exists(key) or self.storage.read(key) != data:
+        try:
+            right = self.storage.read(key, len(data)) == data
+        except (FileNotFoundError, IrregularObjectError):
+            right = False
+        if not right:
             self.storage.put(key, data)
             self.restored.append(key)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Buffer, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 import numpy as np
 
-from dspark_store.format.storage import LocalStorage, ObjectReader
+from dspark_store.format.storage import DOCUMENT_BYTES, LocalStorage, ObjectReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,7 @@ class Overlay(LocalStorage):
         return isinstance(other, Overlay) and (other._name, len(other.changes)) == (self._name, len(self.changes))
 
     def _add(self, change: Change) -> None:
+        self.refuse_links(change.key)
         self.changes.append(change)
         self._latest[change.key] = change
 
@@ -125,10 +125,10 @@ class Overlay(LocalStorage):
             return MemoryObject(source)
         return super().open(source)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
         """See `Storage`."""
         source = self._source(key)
-        return source if isinstance(source, bytes) else super().read(source)
+        return source if isinstance(source, bytes) else super().read(source, limit)
 
     def exists(self, key: str) -> bool:
         """See `Storage`."""
@@ -187,13 +187,4 @@ class Overlay(LocalStorage):
                     storage.link(source, key)
                 case Delete(key):
                     storage.delete(key)
-                    _remove_empty_folders(storage, key)
-
-
-def _remove_empty_folders(storage: LocalStorage, key: str) -> None:
-    """Remove the folders of a removed object that are empty: a Zarr reader would warn of one that is no node."""
-    for folder in PurePosixPath(key).parents[:-1]:
-        try:
-            storage.path(str(folder)).rmdir()
-        except OSError:
-            return
+                    storage.remove_empty_folders(key)

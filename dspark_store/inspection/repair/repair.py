@@ -20,7 +20,7 @@ from dspark_store.inspection.repair.tokenindex import mend_token_index
 from dspark_store.inspection.repair.tokenphase import mend_token_phase
 from dspark_store.inspection.repair.uncommit import sweep, uncommit
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.readers.checks.listing import check_strays
+from dspark_store.readers.checks.listing import check_strays, is_object_name
 from dspark_store.readers.checks.shard import ShardCheck, open_view
 from dspark_store.readers.checks.view import StoreView
 from dspark_store.writers.ledgers import state_ledger
@@ -34,13 +34,15 @@ class RepairPlan:
     """What a repair will do, all of it decided and none of it done.
 
     ``restored`` are the keys of objects that are put right by the rest of the store, ``removed`` those that are no part
-    of it. ``tokens`` and ``states`` are the shards that are uncommitted, with the reason; ``weights`` why the target's
+    of it, ``left`` those of files in the store's folders that no writer names so: whose they are, nobody here knows.
+    ``tokens`` and ``states`` are the shards that are uncommitted, with the reason; ``weights`` why the target's
     tables are, or "". ``swept`` objects of what is uncommitted are removed. The next precompute runs the target over
     ``samples`` samples.
     """
 
     restored: tuple[str, ...]
     removed: tuple[str, ...]
+    left: tuple[str, ...]
     tokens: Mapping[int, str]
     states: Mapping[int, str]
     weights: str
@@ -125,6 +127,7 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
     return RepairPlan(
         tuple(mending.restored),
         tuple(mending.removed),
+        tuple(mending.left),
         mending.tokens,
         mending.states,
         mending.weights,
@@ -189,7 +192,10 @@ def _mend_states(mending: Mending, shard: int, problems: Sequence[Problem]) -> N
 def _remove_strays(mending: Mending) -> None:
     view = _view(mending, quick=True)
     for problem in check_strays(view):
-        mending.remove(problem.key)
+        if is_object_name(problem.key.rpartition("/")[2]):
+            mending.remove(problem.key)
+        else:
+            mending.left.append(problem.key)
 
 
 def _view(mending: Mending, *, quick: bool) -> StoreView:

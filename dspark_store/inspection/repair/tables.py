@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from dspark_store.format.digests import DIGEST_BYTES, array_keys
+from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.readers.checks.arrays import check_weights
@@ -28,27 +28,28 @@ def _mend_tied(mending: Mending, bad: set[str]) -> bool:
     if checksum is None or checksum != record.checksums.get(HEAD):
         return False
     spec = record.schema.weights(record.weights[EMBED])
+    limit = object_limit(spec)
     embedding, head = array_keys(EMBED, spec), array_keys(HEAD, spec)
     for first, second in ((embedding, head), (head, embedding)):
         chosen = [twin if key in bad else key for key, twin in zip(first, second, strict=True)]
-        if _checksum(mending, chosen) == checksum:
+        if _checksum(mending, chosen, limit) == checksum:
             for key, twin, good in zip(first, second, chosen, strict=True):
-                _link(mending, good, twin if good == key else key)
+                _link(mending, good, twin if good == key else key, limit)
             return True
     return False
 
 
-def _checksum(mending: Mending, keys: Sequence[str]) -> str | None:
+def _checksum(mending: Mending, keys: Sequence[str], limit: int) -> str | None:
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for key in keys:
         try:
-            state.update(mending.storage.read(key))
+            state.update(mending.storage.read(key, limit))
         except OSError:
             return None
     return state.hexdigest()
 
 
-def _link(mending: Mending, good: str, key: str) -> None:
-    if _checksum(mending, [key]) != _checksum(mending, [good]):
+def _link(mending: Mending, good: str, key: str, limit: int) -> None:
+    if _checksum(mending, [key], limit) != _checksum(mending, [good], limit):
         mending.storage.link(good, key)
         mending.restored.append(key)

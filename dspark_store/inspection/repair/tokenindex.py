@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_keys
+from dspark_store.format.digests import array_keys, object_limit
 from dspark_store.format.ledger import unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, INDEX_SOURCE, MASK
@@ -83,7 +83,7 @@ def _mend_sources(mending: Mending, found: Sequence[ReadTokens]) -> list[ReadTok
     spec = mending.schema.token_index()[INDEX_SOURCE]
     (key,) = array_keys(INDEX_SOURCE, spec)
     try:
-        data = mending.storage.read(key)
+        data = mending.storage.read(key, object_limit(spec))
         numbers = unpack_array(data, spec.data_type, spec.shape, key)
     except (OSError, DamagedStoreError):
         data, numbers = b"", np.empty(0, np.uint16)

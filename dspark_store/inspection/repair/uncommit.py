@@ -14,6 +14,7 @@ from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.inspection.repair.roots import BeyondRepairError
+from dspark_store.readers.checks.listing import is_object_name
 from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
 
@@ -58,7 +59,7 @@ def sweep(mending: Mending) -> int:
     for path in arrays:
         if path not in promised:
             for name in storage.list(path):
-                if name == ROOT_KEY or name.startswith("c."):
+                if name == ROOT_KEY or is_object_name(name):
                     storage.delete(f"{path}/{name}")
     for group in sorted({parent.as_posix() for path in arrays for parent in PurePosixPath(path).parents} - {"."}):
         if group not in promised:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +36,7 @@ def files_beside(storage: LocalStorage) -> tuple[FileGroup, ...]:
     folders, which may hold hundreds of thousands of objects, are not listed; what interrupted writers left in them is
     not counted.
     """
-    root = storage.root
-    files = [*_walk(str(root), "", frozenset(COLUMNS)), *((METADATA, f"{root / name / ROOT_KEY}") for name in COLUMNS)]
+    files = [*_walk(storage.root), *((METADATA, f"{storage.root / name / ROOT_KEY}") for name in COLUMNS)]
     groups = {name: [0, 0] for name in (*_FOLDERS, METADATA, UNFINISHED, OTHER)}
     seen: set[tuple[int, int]] = set()
     for name, identity, nbytes in _sizes(files):
@@ -48,14 +47,14 @@ def files_beside(storage: LocalStorage) -> tuple[FileGroup, ...]:
     return tuple(FileGroup(name, files, nbytes) for name, (files, nbytes) in groups.items())
 
 
-def _walk(directory: str, folder: str, but: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
-    """Yield (group, path) of the files below a directory of the store that is, or lies in, its ``folder``."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                yield _group_of(entry.name, folder), entry.path
-            elif entry.name not in but:
-                yield from _walk(entry.path, folder or entry.name)
+def _walk(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (group, path) of the files of a store that stand in no column's folder; no link to a folder is followed."""
+    for directory, folders, names in os.walk(root):
+        place = Path(directory).relative_to(root)
+        if not place.parts:
+            folders[:] = [folder for folder in folders if folder not in COLUMNS]
+        for name in names:
+            yield _group_of(name, "".join(place.parts[:1])), f"{directory}/{name}"
 
 
 def _group_of(name: str, folder: str) -> str:
@@ -76,7 +75,11 @@ def _sizes(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, tuple[int, i
 def _sizes_of(files: Sequence[tuple[str, str]]) -> list[tuple[str, tuple[int, int], int]]:
     sizes = []
     for group, path in files:
-        with contextlib.suppress(FileNotFoundError):  # a writer may have replaced it since it was listed
+        try:
             found = Path(path).stat()
-            sizes.append((group, (found.st_dev, found.st_ino), found.st_size))
+        except OSError as error:  # a writer may have replaced it since it was listed; a link may lead nowhere
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            continue
+        sizes.append((group, (found.st_dev, found.st_ino), found.st_size))
     return sizes

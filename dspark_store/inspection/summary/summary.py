@@ -36,6 +36,7 @@ from dspark_store.inspection.summary.sample_survey import (
     survey_shards,
 )
 from dspark_store.precompute.estimate import stored_range
+from dspark_store.readers.checks.listing import Links, find_links
 from dspark_store.readers.index import StoreIndex
 from dspark_store.writers.lock import LockHolder, read_holder
 
@@ -117,6 +118,7 @@ class Summary:
     comparison: Comparison | None
     to_come: StatesToCome | None
     beside: tuple[FileGroup, ...]
+    links: Links
     sources: tuple[SourceShare, ...]
     equality_classes: tuple[str, ...]
     producers: tuple[Mapping[str, JsonValue], ...]
@@ -165,6 +167,7 @@ def summarise(storage: LocalStorage) -> Summary:
         comparison=_comparison(record, survey, columns, states.committed),
         to_come=_to_come(storage, record, survey, columns, states.committed),
         beside=files_beside(storage),
+        links=find_links(storage),
         sources=() if in_token_phase else tuple(source_shares(index, record, survey, damage)),
         equality_classes=_equality_classes(record),
         producers=record.producers,

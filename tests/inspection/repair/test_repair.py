@@ -282,13 +282,12 @@ KILLING = """
 import os, signal, sys
 from dspark_store.cli import main
 replace, calls = os.replace, []
-def killed(*args):
+def killed(*args, **options):
     calls.append(args)
     if len(calls) == {step}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return replace(*args)
-import pathlib
-pathlib.Path.replace = lambda self, target: killed(self, target)
+    return replace(*args, **options)
+os.replace = killed
 main(["repair", sys.argv[1]])
 """
 
