@@ -288,7 +288,7 @@ class LocalStorage:
 
     def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
         """See `Storage`."""
-        with contextlib.closing(LocalStorage.open(self, key)) as reader:
+        with contextlib.closing(LocalObject(self.path(key), key)) as reader:
             if reader.size > limit:
                 raise IrregularObjectError(f"object {key} has {reader.size} bytes, expected at most {limit}")
             return reader.read(0, reader.size)
