@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 import zarr
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.schema import IDS, LAYERS, MASK, StoreSchema
-from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.format.storage import LocalObject, LocalStorage, Storage
 from dspark_store.readers.forks import ProcessLock
+
+
+class _RegularFiles(LocalStore):
+    """zarr-python's local store, but for what is no regular file: that is refused, where a FIFO would be waited for."""
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        with suppress(FileNotFoundError), closing(LocalObject(self.root / key, key)):
+            return super().get_sync(key, prototype=prototype, byte_range=byte_range)
+        return None
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
 
 
 class ForeignColumn:
@@ -39,7 +60,8 @@ class ForeignColumn:
         try:
             with self._lock:
                 if self._array is None:
-                    self._array = zarr.open_array(self._path, mode="r", config={"read_missing_chunks": False})
+                    store = _RegularFiles(self._path, read_only=True)
+                    self._array = zarr.open_array(store, mode="r", config={"read_missing_chunks": False})
             token_column = self._column in (IDS, MASK)
             values = self._array[sample, start:stop] if token_column else self._array[sample, start:stop, features]
         except (ValueError, RuntimeError, OSError) as error:

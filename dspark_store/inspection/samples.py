@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.digests import sample_digest
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, SOURCE_CURSOR, TOKEN_LEDGER, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
@@ -69,7 +71,9 @@ class SampleReader:
             return SampleTokens(rows.ids[row], rows.masks[row])
         length = int(self._cache.lengths[sample])
         batch = self._cache.read([sample], columns=(IDS, MASK), positions=slice(0, length))
-        return SampleTokens(batch[IDS][0].numpy(), batch[MASK][0].numpy())
+        tokens = SampleTokens(batch[IDS][0].numpy(), batch[MASK][0].numpy())
+        check_foreign_tokens(self._cache, sample, tokens.ids, tokens.mask)
+        return tokens
 
     def has_states(self, sample: int) -> bool:
         """Whether a sample's states are there."""
@@ -90,6 +94,17 @@ class SampleReader:
         )
         measured = [measure(layer_id, states) for layer_id, states in zip(ids, batch[LAYERS][0], strict=True)]
         return [*measured, measure(None, batch[LAST][0])]
+
+
+def check_foreign_tokens(cache: Cache, sample: int, ids: np.ndarray, mask: np.ndarray) -> None:
+    """Raise DamagedStoreError unless the valid tokens of a sample are those that `index/digest` promises.
+
+    Nothing else proves tokens that another tool has encoded anew: what they are read from may be any file.
+    """
+    if not {IDS, MASK} & cache.foreign_columns:
+        return
+    if sample_digest(ids, mask) != cache.index.digest[sample].tobytes():
+        raise DamagedStoreError(f"the tokens of sample {sample} are not those that index/digest promises")
 
 
 def measure(layer_id: int | None, states: torch.Tensor) -> StateNorms:

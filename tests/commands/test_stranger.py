@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dspark_store.cli import main
 from dspark_store.format.schema import COLUMNS
 from tests.inspection.faults import copy_store
+from tests.readers.test_foreign import rewrite
 from tests.stores import build_store
 
 type Contents = dict[str, bytes]
@@ -166,3 +168,63 @@ def test_what_is_no_regular_file_is_damage_that_every_command_tells_in_a_line(wh
         assert main([name, str(store), *options]) in (0, 1, 2)
         lines = capsys.readouterr().err.split("\n")
         assert sum("error" in line or "Traceback" in line for line in lines) <= 1, lines
+
+
+@pytest.mark.usefixtures("watchdog")
+@pytest.mark.parametrize("what", [what for what in ODD if what not in ("5 GB", "a link to nothing")])
+def test_a_column_of_another_tool_is_read_from_files_only(what, tmp_path, capsys):
+    store = build_store(tmp_path / "store")
+    rewrite(store, "loss_mask", (1, 20), compressors=None)
+    (store.path / "loss_mask" / "c" / "1" / "0").unlink()
+    ODD[what](store.path / "loss_mask" / "c" / "1" / "0")
+    assert "loss_mask: zarr-python cannot read it: object c/1/0 is a" in told(capsys, 1, "verify", store.path)
+    told(capsys, 1, "head", store.path)
+
+
+def test_bytes_of_another_file_are_never_shown_as_tokens(tmp_path, capsys):
+    store = build_store(tmp_path / "store")
+    rewrite(store, "input_ids", (1, 20), compressors=None)
+    secret = tmp_path / "secret"
+    secret.write_bytes(np.full(20, 123454321, "<i4").tobytes())
+    (store.path / "input_ids" / "c" / "1" / "0").unlink()
+    (store.path / "input_ids" / "c" / "1" / "0").symlink_to(secret)
+    shown = told(capsys, 1, "head", store.path, "--samples", "1")
+    shown += told(capsys, 1, "stats", store.path, "--output", tmp_path / "stats")
+    shown += told(capsys, 1, "rechunk", store.path, tmp_path / "copy")
+    assert "123454321" not in shown
+    assert b"123454321" not in b"".join(contents(tmp_path / "stats").values())
+
+
+@pytest.mark.parametrize("folder", ["input_ids", "ledger", "target_hidden_states"])
+def test_a_copy_is_not_written_through_a_link(folder, good, tmp_path, capsys):
+    outside, copy = tmp_path / "outside", tmp_path / "copy"
+    outside.mkdir()
+    copy.mkdir()
+    (copy / folder).symlink_to(outside)
+    assert f"{copy / folder} is a link" in told(capsys, 2, "rechunk", good, copy)
+    assert list(outside.iterdir()) == []
+
+
+def test_a_copy_that_was_begun_is_not_gone_on_with_through_a_link(good, tmp_path, capsys):
+    outside, copy = tmp_path / "outside", tmp_path / "copy"
+    told(capsys, 0, "rechunk", good, copy)
+    told(capsys, 0, "verify", copy)
+    for gone in ("target_hidden_states/c.1.0.0", "target_hidden_states/c.1.0.2", "target_last_hidden_states/c.1.0.0"):
+        (copy / gone).unlink()
+    told(capsys, 0, "repair", copy)  # takes the shard back
+    (copy / "target_hidden_states").rename(outside)
+    (copy / "target_hidden_states").symlink_to(outside)
+    (outside / "c.9.0.0").write_bytes(b"precious")
+    before = contents(outside)
+    assert f"{copy / 'target_hidden_states'} is a link" in told(capsys, 2, "rechunk", good, copy)
+    assert contents(outside) == before
+
+
+def test_a_copy_into_its_own_source_is_seen_through_links(good, store, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(store)
+    for destination in (tmp_path / "link", tmp_path / "link" / "inside"):
+        assert "must stand apart from its source" in told(capsys, 2, "rechunk", store, destination)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "into").symlink_to(tmp_path / "new")
+    told(capsys, 0, "rechunk", good, tmp_path / "into")
+    assert "0 problems" in told(capsys, 0, "verify", tmp_path / "new")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dspark_store as ds
+from dspark_store.cli import main as cli
 from dspark_store.format.storage import LocalObjectWriter, LocalStorage
 from dspark_store.precompute.__main__ import main
 from tests.precompute.jobs import contents, refused
@@ -133,3 +134,28 @@ def test_a_read_only_disk_is_one_line(job, mounted, capsys):
     place = mounted("ro")
     assert "Read-only file system" in refused(job(output=place / "store"), capsys, at_once=True)
     assert "Read-only file system" in refused(job(output=place), capsys, at_once=True)
+
+
+@pytest.mark.parametrize("folder", ["input_ids", "ledger"])
+def test_nothing_is_written_through_a_folder_that_is_a_link(job, store, tmp_path, capsys, folder):
+    outside, output = tmp_path / "outside", tmp_path / "out" / "store"
+    outside.mkdir()
+    output.mkdir(parents=True)
+    (output / folder).symlink_to(outside)
+    assert f"{output / folder} is a link: nothing is written or removed through it" in refused(job(), capsys)
+    assert list(outside.iterdir()) == []
+    assert (output / folder).is_symlink()
+
+
+def test_a_resume_removes_nothing_through_a_link(job, store, tmp_path, capsys):
+    outside, output = tmp_path / "outside", tmp_path / "out" / "store"
+    shutil.copytree(store, output)
+    for key in ("target_hidden_states/c.1.0.0", "target_last_hidden_states/c.1.0.0"):
+        LocalStorage(output).delete(key)
+    assert cli(["repair", str(output)]) == 0
+    (output / "target_hidden_states").rename(outside)
+    (output / "target_hidden_states").symlink_to(outside)
+    (outside / "c.9.0.0").write_bytes(b"precious")
+    before = sorted(path.name for path in outside.iterdir())
+    assert "target_hidden_states is a link" in refused(job("--resume"), capsys)
+    assert sorted(path.name for path in outside.iterdir()) == before

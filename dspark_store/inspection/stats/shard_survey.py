@@ -12,6 +12,7 @@ import torch
 
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
+from dspark_store.inspection.samples import check_foreign_tokens
 from dspark_store.inspection.stats.moments import Moments
 from dspark_store.inspection.stats.state_tally import StateTally, cosines, empty_tally, tally_block
 from dspark_store.inspection.stats.token_tally import TokenTally, empty_tokens, tally_tokens
@@ -140,7 +141,10 @@ def _read_tokens(cache: Cache, rows: Sequence[int]) -> Iterator[tuple[np.ndarray
         some = rows[first : first + step]
         batch = cache.read(some, columns=(IDS, MASK))
         valid = np.arange(cache.schema.seq_length) < cache.lengths[some][:, None]
-        yield batch[IDS].numpy()[valid], batch[MASK].numpy()[valid]
+        ids, masks = batch[IDS].numpy(), batch[MASK].numpy()
+        for sample, row, mask, there in zip(some, ids, masks, valid, strict=True):
+            check_foreign_tokens(cache, sample, row[there], mask[there])
+        yield ids[valid], masks[valid]
 
 
 def _read_states(
