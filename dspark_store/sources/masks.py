@@ -1,14 +1,22 @@
 """The loss mask: which tokens of a conversation the assistant said."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_store.sources.marks import MarkedText, Marking, Span, mark_render
 from dspark_store.sources.messages import Conversation
-from dspark_store.sources.reasoning import reasoning_spans, tokens_in_spans
-from dspark_store.sources.rendering import Renderer, Span, Tokens
-from dspark_store.sources.turns import assistant_spans
+from dspark_store.sources.prefixes import PrefixTurns
+from dspark_store.sources.reasoning import ReasoningFinder, Stretch, has_reasoning
+from dspark_store.sources.rendering import Renderer, Rendering, Tokens
+from dspark_store.sources.seams import explain
+from dspark_store.sources.turns import MarkedTurns, Places
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Rendered:
 
     text: str
     supervised: list[Span]
-    masked: list[Span]
+    masked: list[Span | Stretch]
     warnings: list[str]
 
 
@@ -39,7 +47,8 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     """Render a conversation and find what the assistant said.
 
     With a template that has generation tags, what stands inside them is supervised. With any other, each assistant
-    message is, from the end of the text before it to the end of its own text: its header and closing too.
+    message is, from the end of the text before it to the end of its own text: its header and closing too. It is found
+    by marks in a second render where the template leaves them alone, else by renders of the first messages.
 
     Raises:
         SourceError: the template refuses the conversation, or an assistant message cannot be located.
@@ -50,17 +59,31 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
         conversation.tools,
         conversation.template_kwargs,
     )
-    if renderer.supervises_by_tags(tools):
+    wanted = conversation.supervised[len(conversation.messages) - len(messages) :]
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    unwanted = [index for index in said if not wanted[index]]
+    cut_off = not conversation.ended and said[-1:] == [len(messages) - 1]
+    tagged = renderer.supervises_by_tags(tools)
+    if tagged:
         text, supervised = renderer.render_tagged(messages, tools, variables)
     else:
-        text = renderer.render(messages, tools, variables)
-        supervised = assistant_spans(renderer, messages, tools, text, mask_headers=options.headers)
-    masked: list[Span] = []
+        text, supervised = renderer.render(messages, tools, variables), []
+    find_reasoning = options.reasoning and any(map(has_reasoning, messages))
+    if not said or (tagged and not unwanted and not cut_off and not find_reasoning):
+        return Rendered(text, supervised, [], [])
+
+    turns = _Said(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
+    if not tagged:
+        supervised = [turns.span(index, options.headers) for index in said if wanted[index]]
+    masked: list[Span | Stretch] = [turns.span(index) for index in unwanted] if tagged else []
     warnings: list[str] = []
-    if options.reasoning:
-        masked = reasoning_spans(
-            lambda changed: renderer.render(changed, tools, variables), messages, text, warnings.append
-        )
+    if cut_off:
+        masked.append((turns.closing(), len(text)))
+    if find_reasoning:
+        finder = ReasoningFinder(turns.rendering, turns.marked)
+        masked += finder.stretches(turns.likely_in(supervised) if tagged else turns.likely)
+        warnings = finder.warnings
+    turns.learn()
     return Rendered(text, supervised, masked, warnings)
 
 
@@ -71,7 +94,9 @@ def loss_mask(renderer: Renderer, rendered: Rendered, tokens: Tokens) -> NDArray
     """
     mask = tokens_in_spans(renderer, rendered.text, tokens, rendered.supervised)
     if rendered.masked:
-        mask &= ~tokens_in_spans(renderer, rendered.text, tokens, rendered.masked)
+        is_edge = _edges(tokens)
+        masked = [item.span(is_edge) if isinstance(item, Stretch) else item for item in rendered.masked]
+        mask &= ~tokens_in_spans(renderer, rendered.text, tokens, masked)
     return mask.view(np.uint8)
 
 
@@ -82,3 +107,147 @@ def tokens_and_mask(
     rendered = render_with_spans(renderer, conversation, options)
     (tokens,) = renderer.tokenise([rendered.text])
     return tokens.ids, loss_mask(renderer, rendered, tokens)
+
+
+def tokens_in_spans(renderer: Renderer, text: str, tokens: Tokens, spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Return which tokens hold any part of the given stretches of the text: bool, shape (length,)."""
+    inside = np.zeros(len(tokens.ids), dtype=np.bool_)
+    if tokens.encoding is not None and len(spans) > _FEW:
+        _mark_many(inside, tokens.encoding, spans)
+        return inside
+    for start, stop in spans:
+        if tokens.encoding is not None:
+            _mark(inside, tokens.encoding, start, stop)
+        else:
+            head, tail = renderer.tokenise([text[:start], text[stop:]])
+            before, after = _shared(tokens.ids, head.ids), _shared(tokens.ids[::-1], tail.ids[::-1])
+            inside[before : len(inside) - after] = True
+    return inside
+
+
+class _Said:
+    """Where the messages of a conversation are: by what is known of its template, by marks, or by prefixes."""
+
+    def __init__(self, rendering: Rendering, *, needs_marks: bool) -> None:
+        """Look at the conversation."""
+        self.rendering = rendering
+        self.marked: tuple[Marking, MarkedText] | None = None
+        self._messages, self._text = rendering.messages, rendering.text
+        places = Places(self._messages, self._text)
+        explained = None if needs_marks else explain(rendering.memory, self._messages, self._text)
+        if explained is None:
+            self.marked = mark_render(rendering.render, self._messages, self._text)
+        if explained is not None:
+            places.explained(explained.contents)
+        elif self.marked is not None:
+            places.marked(*self.marked)
+        self._places = places
+        self._turns: MarkedTurns | PrefixTurns = (
+            PrefixTurns(rendering)
+            if explained is None and self.marked is None
+            else MarkedTurns(rendering, places, explained)
+        )
+
+    def span(self, index: int, without_header: bool = False) -> Span:
+        """Return the stretch of a message, with or without its header."""
+        start = self._turns.header_end(index) if without_header else self._turns.boundary(index)
+        return start, self._turns.boundary(index + 1)
+
+    def closing(self) -> int:
+        """Return where that begins which the template writes to close the last message."""
+        last = self._messages[-1]
+        if last.get("tool_calls") or str(last.get("content") or "").strip():
+            tail = self.rendering.closing()
+            if tail is not None and self._text.endswith(tail):
+                return len(self._text) - len(tail)
+        stops = []
+        if self.marked is not None:
+            marking, found = self.marked
+            stops = [
+                span[1]
+                for number, span in found.spans.items()
+                if marking.marks[number].message == len(self._messages) - 1 and marking.marks[number].piece.core
+            ]
+        return max(stops) if stops else self._turns.header_end(len(self._messages) - 1)
+
+    def likely(self, index: int, _: int) -> tuple[list[int], list[int]]:
+        """Return where reasoning is likely to begin, with the message or behind its header, and to end."""
+        return [*self.span(index)[:1], *self.span(index, without_header=True)[:1]], self.content_starts(index)
+
+    def likely_in(self, tagged: Sequence[Span]) -> Callable[[int, int], tuple[list[int], list[int]]]:
+        """Do the same where generation tags say what is supervised: it is likely to begin where they do."""
+
+        def likely(index: int, place: int) -> tuple[list[int], list[int]]:
+            return [start for start, stop in tagged if start <= place < stop], self.content_starts(index)
+
+        return likely
+
+    def content_starts(self, index: int) -> list[int]:
+        """Return where the content of a message begins, if it is known."""
+        start = self._places.said[index]
+        return [] if start is None else [start]
+
+    def learn(self) -> None:
+        """Keep what the template wrote for the next conversations."""
+        self._turns.learn()
+
+
+def _edges(tokens: Tokens) -> Callable[[int], bool] | None:
+    """Return what tells whether a place is in no token, or at the edge of one."""
+    encoding = tokens.encoding
+    if encoding is None:
+        return None
+
+    def is_edge(place: int) -> bool:
+        token = encoding.char_to_token(place)
+        span = None if token is None else encoding.token_to_chars(token)
+        return span is None or span[0] == place
+
+    return is_edge
+
+
+_FEW = 8  # stretches that are looked up one by one
+
+
+def _mark_many(inside: NDArray[np.bool_], encoding: "Encoding", spans: Sequence[Span]) -> None:
+    """Mark the tokens of many stretches."""
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    starts = np.minimum.accumulate(_extents(offsets[:, 0], offsets[:, 1])[::-1])[::-1]
+    for start, stop in spans:
+        inside[np.searchsorted(ends, start, "right") : np.searchsorted(starts, stop, "left")] |= start < stop
+
+
+def _mark(inside: NDArray[np.bool_], encoding: "Encoding", start: int, stop: int) -> None:
+    """Mark the tokens of [start, stop), without looking at any others if both edges are in tokens."""
+    first = encoding.char_to_token(start) if start < stop else None
+    last = encoding.char_to_token(stop - 1) if start < stop else None
+    if first is None or last is None:
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        starts, ends = offsets[:, 0], offsets[:, 1]
+        inside |= (_extents(starts, ends) < stop) & (ends > start)
+        return
+    end = last + 1
+    previous = stop
+    while end < len(inside):  # the other tokens of a character that is several, and empty tokens
+        begins, ends_at = encoding.token_to_chars(end) or (stop, stop)
+        if (min(begins, previous) if begins == ends_at else begins) >= stop:
+            break
+        previous = ends_at
+        end += 1
+    inside[first:end] = True
+
+
+def _extents(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the starts, those of empty tokens moved back to the end of the token before.
+
+    Tokenizers that trim spaces off their offsets report a token of spaces as empty, at its end.
+    """
+    before = np.concatenate(([0], ends[:-1]))
+    return np.where(starts == ends, np.minimum(starts, before), starts)
+
+
+def _shared(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+    count = min(len(left), len(right))
+    differing = np.flatnonzero(left[:count] != right[:count])
+    return int(differing[0]) if len(differing) else count

@@ -1,14 +1,17 @@
 """A tokenizer and its chat template as one thing: conversations to text, text to tokens."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Message, fold_system_message
+from dspark_store.sources.seams import TemplateMemory
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.template import (
     RENDER_ERRORS,
@@ -21,7 +24,13 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-type Span = tuple[int, int]
+MAX_RENDERS = 2000  # of one row
+MAX_TEXT_BYTES = 32 * 2**20  # of one row
+_KEPT = 8  # combinations of tools and variables whose seams are kept
+
+
+class RenderLimitError(SourceError):
+    """Locating the messages of a row would take too many renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +47,18 @@ class Tokens:
     encoding: "Encoding | None"
 
 
-@dataclass(slots=True)
-class TemplateMemory:
-    """What a template writes around contents, by roles: it spares rendering each conversation several times.
+@dataclass(frozen=True, slots=True)
+class TemplateUse:
+    """What is known of a template that is used with the same variables, and with or without tools.
 
     Attributes:
-        openings: before the first content, by its role.
-        gaps: between two contents, by their roles; and where in it the first message ends.
-        closings: behind the last content, by its role.
-        headers: before a content, by the role of the message before and its own, and whether there are tools.
+        prompts: what it writes to have the assistant speak, the longest first; none if it has no such prompt.
+        memory: what was learned from one conversation and holds for the next.
 
     """
 
-    openings: dict[str, str] = field(default_factory=dict)
-    gaps: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    closings: dict[str, str] = field(default_factory=dict)
-    headers: dict[tuple[str, str, bool], str] = field(default_factory=dict)
+    prompts: list[str]
+    memory: TemplateMemory
 
 
 class Renderer:
@@ -61,8 +66,6 @@ class Renderer:
 
     Attributes:
         eos_token: the text of the EOS token.
-        generation_prompt: what the template writes to have the assistant speak; "" if it has no such prompt.
-        memory: what was learned from one conversation and holds for the next (see `turns`).
 
     """
 
@@ -90,8 +93,9 @@ class Renderer:
         self._templates: dict[bool, str] = {}
         self._refuse_broken_templates()
         self._folds_system_message = refuses_system_role(tokenizer)
-        self.generation_prompt = self._generation_prompt()
-        self.memory = TemplateMemory()
+        self._special_tokens = sorted((text for text in tokenizer.get_added_vocab() if text), key=len, reverse=True)
+        self._prompt = self._generation_prompt(None)
+        self._uses: dict[str, TemplateUse] = {}
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template can take them.
@@ -104,6 +108,25 @@ class Renderer:
     def supervises_by_tags(self, tools: list[JsonValue] | None) -> bool:
         """Tell whether the template for conversations with these tools has generation tags."""
         return has_generation_tags(self._template(bool(tools)))
+
+    def use(self, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> "TemplateUse":
+        """Return what is known of the template with such tools and variables."""
+        key = f"{bool(tools)} {json.dumps(template_kwargs, sort_keys=True)}" if template_kwargs else str(bool(tools))
+        if key not in self._uses:
+            while len(self._uses) >= _KEPT:
+                self._uses.pop(next(iter(self._uses)))
+            own = self._generation_prompt(template_kwargs) if template_kwargs else ""
+            prompts = {own, self._prompt} - {""}
+            self._uses[key] = TemplateUse(sorted(prompts, key=len, reverse=True), TemplateMemory())
+        return self._uses[key]
+
+    def whole_special_tokens(self, text: str, place: int) -> int:
+        """Return the place, or the end of the special token that it would divide."""
+        for token in self._special_tokens:
+            start = text.find(token, max(0, place - len(token) + 1))
+            if 0 <= start < place:
+                return start + len(token)
+        return place
 
     def render(
         self,
@@ -184,15 +207,78 @@ class Renderer:
         for text in template.values() if isinstance(template, dict) else [template]:
             has_generation_tags(str(text))
 
-    def _generation_prompt(self) -> str:
+    def _generation_prompt(self, template_kwargs: Mapping[str, JsonValue] | None) -> str:
+        """Return what the template writes to have the assistant speak; "" if it has no such prompt."""
         user: list[Message] = [{"role": "user", "content": "a"}]
         try:
-            text, prompted = self.render(user, None), self.render(user, None, generation_prompt=True)
+            text = self.render(user, None, template_kwargs)
+            prompted = self.render(user, None, template_kwargs, generation_prompt=True)
         except SourceError:
             return ""
         if not prompted.startswith(text) and self.eos_token:
             text = text.removesuffix(self.eos_token)  # some templates end a text that is not to be gone on with
         return prompted.removeprefix(text) if prompted.startswith(text) else ""
+
+
+class Rendering:
+    """One conversation and its text, and renders of it that were changed.
+
+    Attributes:
+        messages: as the template can take them.
+        text: their render.
+        prompts, memory: see `TemplateUse`.
+
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        messages: Sequence[Message],
+        tools: list[JsonValue] | None,
+        template_kwargs: Mapping[str, JsonValue] | None,
+        text: str,
+        *,
+        max_renders: int = MAX_RENDERS,
+    ) -> None:
+        """Take a conversation that was rendered."""
+        use = renderer.use(tools, template_kwargs)
+        self.renderer, self.messages, self.text = renderer, messages, text
+        self.prompts, self.memory = use.prompts, use.memory
+        self._tools = tools
+        self._template_kwargs = template_kwargs
+        self._max_renders = max_renders
+        self._renders = 0
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render other messages in the same way.
+
+        Raises:
+            RenderLimitError: there were too many renders of this conversation.
+            SourceError: as `Renderer.render`.
+
+        """
+        self.expect(1)
+        self._renders += 1
+        return self.renderer.render(messages, self._tools, self._template_kwargs)
+
+    def closing(self) -> str | None:
+        """Return what the template writes behind a last content of the assistant; None if that cannot be told."""
+        said: Message = {"role": "assistant", "content": "\ue000"}
+        try:
+            text = self.render([*self.messages[:-1], said])
+        except RenderLimitError:
+            raise
+        except SourceError:
+            return None
+        return text.rpartition("\ue000")[2] if "\ue000" in text else None
+
+    def expect(self, renders: int) -> None:
+        """Raise RenderLimitError if so many renders are still to be made, and that would be too many."""
+        if self._renders + renders > self._max_renders:
+            raise RenderLimitError(
+                f"what the assistant said is found by more than {self._max_renders:,} renders of the chat template; "
+                "divide the row, or use a template with {% generation %} tags"
+            )
 
 
 def _encodable(text: str) -> str:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Encoding
 
-from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_and_mask, tokens_in_spans
 from dspark_store.sources.messages import Conversation, Message
-from dspark_store.sources.reasoning import reasoning_spans, removed_span, tokens_in_spans
+from dspark_store.sources.reasoning import Stretch, removed_stretch
 from dspark_store.sources.rendering import Renderer
 from tests.sources.shapes import SHAPES
 from tests.sources.test_masks import REWRITTEN, WithoutOffsets, bits
@@ -24,12 +24,11 @@ def answer(content, reasoning, field="reasoning_content"):
 def masked(template, messages, tokenizer=None, warnings=None):
     """Return the positions that hold reasoning."""
     renderer = Renderer(tokenizer or word_tokenizer(template))
-    text = renderer.render(messages, None)
-    told = [] if warnings is None else warnings
-    spans = reasoning_spans(lambda changed: renderer.render(changed, None), messages, text, told.append)
-    (tokens,) = renderer.tokenise([text])
-    assert warnings is not None or not told
-    return np.flatnonzero(tokens_in_spans(renderer, text, tokens, spans)).tolist()
+    rendered = render_with_spans(renderer, Conversation(messages, None), MaskOptions(reasoning=True))
+    (tokens,) = renderer.tokenise([rendered.text])
+    assert rendered.warnings == ([] if warnings is None else warnings)
+    spans = [item.span() if isinstance(item, Stretch) else item for item in rendered.masked]
+    return np.flatnonzero(tokens_in_spans(renderer, rendered.text, tokens, spans)).tolist()
 
 
 def test_the_delimiters_that_vanish_belong_to_the_reasoning():
@@ -68,9 +67,8 @@ def test_reasoning_that_looks_like_its_neighbours_is_found_exactly(content, reas
 
 
 def test_reasoning_that_the_template_drops_is_a_warning():
-    warnings: list[str] = []
+    warnings = ["the chat template does not render the reasoning of message 1"]
     assert masked(THINKING_IN_LAST_TURN_ONLY, REWRITTEN, warnings=warnings) == [14, 15, 16]
-    assert warnings == ["the chat template does not render the reasoning of message 1"]
 
 
 def test_reasoning_of_the_last_turn_stands_where_upstreams_worked_example_has_it():
@@ -78,9 +76,8 @@ def test_reasoning_of_the_last_turn_stands_where_upstreams_worked_example_has_it
         "{% for m in messages %}{{ m.role }} {% if m.reasoning_content and loop.last %}{{ m.reasoning_content }} "
         "{% endif %}{{ m.content }} {% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}"
     )
-    warnings: list[str] = []
+    warnings = ["the chat template does not render the reasoning of message 1"]
     assert masked(last_only, [HI, answer("ok", "r3"), HI, answer("yo", "r1 r2")], warnings=warnings) == [8, 9]
-    assert warnings == ["the chat template does not render the reasoning of message 1"]
     (whole,) = Renderer(word_tokenizer()).tokenise(["user hi assistant ok </s> user hi assistant r1 r2 yo </s>"])
     assert len(whole.ids) == 12
 
@@ -110,11 +107,11 @@ def test_tokenizers_without_offsets_give_the_same():
     assert masked(BARE, [HI, answer("w1 w2", "w1")], slow) == [6]
 
 
-def test_removed_span_knows_what_it_must_contain():
-    assert removed_span("a b b c", "a b c", None) == (4, 6)
-    assert removed_span("a b b c", "a b c", (2, 3)) == (2, 4)
-    assert removed_span("same", "same", None) is None
-    assert removed_span("ab", "axb", None) is None
+def test_a_removed_stretch_knows_what_it_must_contain():
+    assert removed_stretch("a b b c", "a b c", None) == Stretch(1, 4, 2)
+    assert removed_stretch("a b b c", "a b c", (2, 3)) == Stretch(1, 2, 2)
+    assert removed_stretch("same", "same", None) is None
+    assert removed_stretch("ab", "axb", None) is None
 
 
 class Trimmed:
@@ -132,12 +129,13 @@ class Trimmed:
 @given(st.text("ab ", max_size=6), st.text("ab ", max_size=3), st.text("ab ", min_size=1, max_size=4), st.text("ab "))
 def test_taking_the_span_out_gives_the_other_text(head, before, core, tail):
     text, without = head + before + core + tail, head + tail
-    span = removed_span(text, without, (len(head + before), len(head + before + core)))
-    assert span is not None
-    start, stop = span
-    assert text[:start] + text[stop:] == without
-    assert start <= len(head + before)
-    assert stop >= len(head + before + core)
+    stretch = removed_stretch(text, without, (len(head + before), len(head + before + core)))
+    assert stretch is not None
+    for start in range(stretch.first, stretch.last + 1):
+        stop = start + stretch.size
+        assert text[:start] + text[stop:] == without
+        assert start <= len(head + before)
+        assert stop >= len(head + before + core)
 
 
 def test_offsets_without_their_spaces_are_enough():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.masks import MaskOptions, tokens_and_mask
 from dspark_store.sources.messages import Conversation, read_conversation
-from dspark_store.sources.rendering import Renderer, TemplateMemory
+from dspark_store.sources.rendering import Renderer
 from tests.sources.shapes import ENDING, HEADER, REASONING, SAID, SHAPES
 
 TEXT = st.text(st.sampled_from(" \nabé🤗assistant:"), max_size=12)
@@ -91,17 +91,16 @@ def test_thinking_inside_the_content_of_earlier_turns_is_left_out_as_the_templat
 
 def test_places_learned_from_one_conversation_do_not_mislead_in_another():
     shape = next(shape for shape in SHAPES if shape.name == "OLMo")
-    learned, fresh = (Renderer(shape.tokenizer(tagged=False)) for _ in range(2))
+    learned = Renderer(shape.tokenizer(tagged=False))
     chats_of_words = [
         [{"role": role, "content": word} for role in ("user", "assistant", "user", "assistant")]
         for word in ("a", "b\n")
     ]
     for chat in chats_of_words:
         again = Conversation([dict(message) for message in chat], None)
-        expected = tokens_and_mask(fresh, again)[1].tolist()
-        fresh.memory = TemplateMemory()
+        expected = tokens_and_mask(Renderer(shape.tokenizer(tagged=False)), again)[1].tolist()
         assert tokens_and_mask(learned, again)[1].tolist() == expected
-    assert learned.memory.gaps
+    assert learned.use(None, None).memory.gaps
 
 
 QWEN3_TOOLS = (
