@@ -14,6 +14,7 @@ from dspark_store.sources.files import DataPath, open_rows
 from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
 from dspark_store.sources.order import select_rows, split_name
+from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.report import SourceReport
 from dspark_store.sources.rows import RowData
 from dspark_store.sources.source import Sample, SourceError
@@ -48,6 +49,7 @@ class ChatSource:
         num_workers: int = 0,
         subset: str | None = None,
         vocab_size: int | None = None,
+        limits: RenderLimits = DEFAULT_LIMITS,
     ) -> None:
         """Open the data and check the options.
 
@@ -63,6 +65,7 @@ class ChatSource:
             num_workers: processes that tokenise; 0 for this one. The samples are the same.
             subset: the configuration of a dataset on the hub.
             vocab_size: ids of rows that are tokens already must be below it.
+            limits: what rendering one row may take.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -75,7 +78,7 @@ class ChatSource:
         if options.truncation_side is None:
             options = replace(options, truncation_side="right" if tokenizer is None else tokenizer.truncation_side)
         self._options = options
-        self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size)
+        self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size, limits)
         self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
         self._data = open_rows(path, split=split_name(split), subset=subset)
@@ -160,7 +163,7 @@ class ChatSource:
         refused = self._refused_before if first else 0
         for record, encoded in enumerate(self._encoded(first), first):
             if encoded.error is not None:
-                self._refuse(record, encoded.error)
+                self._refuse(record, encoded.error, fatal=encoded.fatal)
                 refused += 1
                 if refused > allowed:
                     raise SourceError(
@@ -190,9 +193,9 @@ class ChatSource:
             cursor = (record + 1) * self._parts if last else record * self._parts + index + 1
             yield Sample(*pieces[index], cursor)
 
-    def _refuse(self, record: int, error: str) -> None:
+    def _refuse(self, record: int, error: str, *, fatal: bool) -> None:
         where = self.where(record)
-        if self._options.on_bad_row == "error":
+        if fatal or self._options.on_bad_row == "error":
             raise SourceError(f"{where}: {error}")
         self._report.refuse(where, error)
 

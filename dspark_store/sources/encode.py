@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.sources.cutting import Cut, Cutting, cut
+from dspark_store.sources.limits import ProcessorTimeError, run_limited
 from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
-from dspark_store.sources.messages import read_conversation
+from dspark_store.sources.messages import Conversation, read_conversation
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.rendering import Renderer
+from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits
 from dspark_store.sources.rows import RowData, parse_row
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.tokenrows import read_tokens
@@ -29,6 +30,7 @@ class EncoderSettings:
         seq_length: the most tokens of a sample.
         options: how rows become samples; the side where they are cut is given.
         vocab_size: the ids of rows that are tokens already must be below it, if given.
+        limits: what rendering one row may take.
 
     """
 
@@ -36,6 +38,7 @@ class EncoderSettings:
     seq_length: int
     options: ChatOptions
     vocab_size: int | None = None
+    limits: RenderLimits = DEFAULT_LIMITS
 
     @property
     def cutting(self) -> Cutting:
@@ -51,6 +54,7 @@ class Encoded:
     Attributes:
         cut: the pieces.
         error: what is wrong with the row.
+        fatal: and that it ends the reading, also where rows that cannot be used are skipped.
         empty: the row renders to no tokens, which is wrong too.
         replaced: lone surrogates were replaced.
         warnings: what was odd about it.
@@ -59,6 +63,7 @@ class Encoded:
 
     cut: Cut = field(default_factory=lambda: Cut([]))
     error: str | None = None
+    fatal: bool = False
     empty: bool = False
     replaced: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -72,18 +77,22 @@ class Encoder:
         self._settings = settings
         self._cutting = settings.cutting
         self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
-        self._renderer = None if settings.tokenizer is None else Renderer(settings.tokenizer)
+        self._renderer = None if settings.tokenizer is None else Renderer(settings.tokenizer, limits=settings.limits)
 
     def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
-        """Return what becomes of each row."""
-        read = [self._read(row) for row in rows]
+        """Return what becomes of each row, up to one that is fatal."""
+        read: list[_Read] = []
+        for data in rows:
+            read.append(self._read(data))
+            if read[-1].fatal:
+                break
         rendered = [row.content for row in read if isinstance(row.content, Rendered)]
         texts = [conversation.text for conversation in rendered]
         tokens = iter(self._renderer.tokenise(texts) if self._renderer is not None else [])
         encoded = []
         for row in read:
             if isinstance(row.content, str):
-                encoded.append(Encoded(error=row.content))
+                encoded.append(Encoded(error=row.content, fatal=row.fatal))
             elif isinstance(row.content, Rendered) and self._renderer is not None:
                 its = next(tokens)
                 mask = loss_mask(self._renderer, row.content, its)
@@ -103,9 +112,15 @@ class Encoder:
                 raise SourceError(
                     f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}"
                 )
-            return _Read(render_with_spans(self._renderer, read_conversation(row), self._masking), replaced)
+            return _Read(self._rendered(self._renderer, read_conversation(row)), replaced)
+        except ProcessorTimeError as error:
+            return _Read(f"the chat template takes {error} for the row; does it end?", fatal=True)
         except SourceError as error:
             return _Read(str(error))
+
+    def _rendered(self, renderer: Renderer, conversation: Conversation) -> Rendered:
+        seconds = renderer.limits.seconds
+        return run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
 
     def _cut(self, ids: NDArray[np.int32], mask: NDArray[np.uint8], replaced: bool, warnings: list[str]) -> Encoded:
         if not len(ids):
@@ -119,3 +134,4 @@ class _Read:
 
     content: Rendered | tuple[NDArray[np.int32], NDArray[np.uint8]] | str
     replaced: bool = False
+    fatal: bool = False

@@ -9,12 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.limits import ProcessorTimeError, run_limited
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Message, fold_system_message
 from dspark_store.sources.seams import TemplateMemory
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.template import (
+    MAX_TEXT_BYTES,
     RENDER_ERRORS,
+    LimitedTemplate,
+    TextLimitError,
     has_generation_tags,
     refuses_system_role,
     require_chat_template,
@@ -24,9 +28,26 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-MAX_RENDERS = 2000  # of one row
-MAX_TEXT_BYTES = 32 * 2**20  # of one row
 _KEPT = 8  # combinations of tools and variables whose seams are kept
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one row may take.
+
+    Attributes:
+        seconds: processor time of its renders.
+        renders: how often it is rendered.
+        text_bytes: its text, in UTF-8.
+
+    """
+
+    seconds: float = 120
+    renders: int = 2000
+    text_bytes: int = MAX_TEXT_BYTES
+
+
+DEFAULT_LIMITS = RenderLimits()
 
 
 class RenderLimitError(SourceError):
@@ -70,32 +91,42 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, JsonValue] | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+        limits: RenderLimits = DEFAULT_LIMITS,
     ) -> None:
         """Look at the template once.
 
         Args:
             tokenizer: with a chat template.
             template_kwargs: variables for the template in every render; those of a conversation win over them.
+            limits: what one row may take.
 
         Raises:
-            SourceError: the tokenizer has no chat template, or it is not valid Jinja.
+            SourceError: the tokenizer has no chat template, or it is not valid Jinja, or it does not end.
 
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
-        self._render_jinja: Any = render_jinja_template
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._has_offsets = bool(tokenizer.is_fast)
         self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
-        self._templates: dict[bool, str] = {}
-        self._refuse_broken_templates()
-        self._folds_system_message = refuses_system_role(tokenizer)
         self._special_tokens = sorted((text for text in tokenizer.get_added_vocab() if text), key=len, reverse=True)
-        self._prompt = self._generation_prompt(None)
+        self._templates: dict[bool, str] = {}
+        self._compiled: dict[bool, LimitedTemplate] = {}
         self._uses: dict[str, TemplateUse] = {}
+        self._refuse_broken_templates()
+        self.limits = limits
+        try:
+            run_limited(self._look, limits.seconds)
+        except ProcessorTimeError as error:
+            raise SourceError(f"the chat template takes {error} to render one short message; does it end?") from error
+
+    def _look(self) -> None:
+        """Find out what the template does."""
+        self._folds_system_message = refuses_system_role(self.tokenizer, self.limits.text_bytes)
+        self._prompt = self._generation_prompt(None)
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template can take them.
@@ -144,8 +175,7 @@ class Renderer:
         """
         if not messages:
             return ""
-        texts, _ = self._rendered(messages, tools, template_kwargs, add_generation_prompt=generation_prompt)
-        return _encodable(texts[0])
+        return self._rendered(messages, tools, template_kwargs, generation_prompt=generation_prompt)[0]
 
     def render_tagged(
         self,
@@ -154,8 +184,7 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the stretches of it inside the template's generation tags."""
-        texts, spans = self._rendered(messages, tools, template_kwargs, return_assistant_tokens_mask=True)
-        return _encodable(texts[0]), [(int(start), int(stop)) for start, stop in spans[0]]
+        return self._rendered(messages, tools, template_kwargs, tagged=True)
 
     def tokenise(self, texts: list[str]) -> list[Tokens]:
         """Tokenise rendered texts, all in one call of the tokenizer."""
@@ -179,19 +208,36 @@ class Renderer:
         messages: Sequence[Message],
         tools: list[JsonValue] | None,
         template_kwargs: Mapping[str, JsonValue] | None,
-        **options: bool,
-    ) -> tuple[list[str], list[list[Span]]]:
+        *,
+        tagged: bool = False,
+        generation_prompt: bool = False,
+    ) -> tuple[str, list[Span]]:
+        own = {"tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
+        variables = {**own, **self._variables, **(template_kwargs or {})}
+        template = self._compile(bool(tools))
         try:
-            texts, spans = self._render_jinja(
-                [list(messages)],
-                tools=tools,
-                chat_template=self._template(bool(tools)),
-                **options,
-                **{**self._variables, **(template_kwargs or {})},
+            text, spans = (
+                template.render_tagged(messages, variables) if tagged else (template.render(messages, variables), [])
             )
+        except TextLimitError:
+            raise
         except RENDER_ERRORS as error:
             raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
-        return texts, spans
+        return self._encodable(text), spans
+
+    def _compile(self, with_tools: bool) -> LimitedTemplate:
+        if with_tools not in self._compiled:
+            self._compiled[with_tools] = LimitedTemplate(self._template(with_tools), self.limits.text_bytes)
+        return self._compiled[with_tools]
+
+    def _encodable(self, text: str) -> str:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise SourceError(f"character {error.start} of the rendered text is half of a surrogate pair") from error
+        if size > self.limits.text_bytes:
+            raise TextLimitError(self.limits.text_bytes)
+        return text
 
     def _template(self, with_tools: bool) -> str:
         if with_tools not in self._templates:
@@ -237,8 +283,6 @@ class Rendering:
         tools: list[JsonValue] | None,
         template_kwargs: Mapping[str, JsonValue] | None,
         text: str,
-        *,
-        max_renders: int = MAX_RENDERS,
     ) -> None:
         """Take a conversation that was rendered."""
         use = renderer.use(tools, template_kwargs)
@@ -246,7 +290,6 @@ class Rendering:
         self.prompts, self.memory = use.prompts, use.memory
         self._tools = tools
         self._template_kwargs = template_kwargs
-        self._max_renders = max_renders
         self._renders = 0
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -274,19 +317,11 @@ class Rendering:
 
     def expect(self, renders: int) -> None:
         """Raise RenderLimitError if so many renders are still to be made, and that would be too many."""
-        if self._renders + renders > self._max_renders:
+        if self._renders + renders > self.renderer.limits.renders:
             raise RenderLimitError(
-                f"what the assistant said is found by more than {self._max_renders:,} renders of the chat template; "
-                "divide the row, or use a template with {% generation %} tags"
+                f"what the assistant said is found by more than {self.renderer.limits.renders:,} renders of the chat "
+                "template; divide the row, or use a template with {% generation %} tags"
             )
-
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SourceError(f"character {error.start} of the rendered text is half of a surrogate pair") from error
-    return text
 
 
 def _one_line(error: Exception) -> str:

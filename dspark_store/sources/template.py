@@ -2,24 +2,119 @@
 
 import json
 import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from dspark_store.sources.marks import Span
+from dspark_store.sources.messages import Message
 from dspark_store.sources.source import SourceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # A template is a program that runs on user data, so these are what a row that does not suit it can raise.
-RENDER_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+RENDER_ERRORS = (
+    *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    MemoryError,
+)
+MAX_TEXT_BYTES = 32 * 2**20
+_MAX_BITS = 2**20  # of a number
 
 logger = logging.getLogger(__name__)
+
+
+class TextLimitError(SourceError):
+    """A template writes more text than a row may have."""
+
+    def __init__(self, limit: int) -> None:
+        """Name the limit, in bytes."""
+        super().__init__(f"the chat template writes more than {limit:,} bytes of text; leave the row out or divide it")
+
+
+class LimitedTemplate:
+    """A chat template as transformers compiles it, but that stops at a size of its text, and multiplies to no more.
+
+    Attributes:
+        environment: its own, so that changes of it are for this template alone.
+
+    """
+
+    def __init__(self, text: str, text_bytes: int = MAX_TEXT_BYTES) -> None:
+        """Compile the text; SourceError if it is not valid Jinja."""
+        from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
+
+        self.environment: Any = _compile_jinja_template("").environment.overlay(optimized=False)
+        self.environment.code_generator_class = _Generator
+        self.environment.globals = dict(self.environment.globals)
+        self.environment.intercepted_binops = frozenset({"*", "**"})
+        self.environment.binop_table = {**self.environment.binop_table, "*": _multiplied, "**": _raised}
+        try:
+            self._template = self.environment.from_string(text)
+        except TemplateSyntaxError as error:
+            raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
+        self._with_aliases: Any = _alias_reasoning_fields
+        self._text_bytes = text_bytes
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Return the text of a conversation; one of `RENDER_ERRORS`, or TextLimitError."""
+        return "".join(self._pieces(messages, variables, []))
+
+    def render_tagged(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """Do the same, and return the stretches of the text inside of generation tags."""
+        pieces: list[str] = []
+        spans: list[Span] = []
+        with self.environment.activate_tracker(pieces, spans):
+            for _ in self._pieces(messages, variables, pieces):
+                pass
+        return "".join(pieces), spans
+
+    def _pieces(self, messages: Sequence[Message], variables: Mapping[str, Any], pieces: list[str]) -> Iterator[str]:
+        size = 0
+        for piece in self._template.generate(messages=self._with_aliases(messages), **variables):
+            size += len(piece)
+            if size > self._text_bytes:
+                raise TextLimitError(self._text_bytes)
+            pieces.append(piece)
+            yield piece
+
+
+class _Generator(CodeGenerator):
+    """Works out nothing when a template is compiled, where there are no limits."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> str:
+        if not isinstance(node, nodes.TemplateData | nodes.Const):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+def _multiplied(left: object, right: object) -> object:
+    for sized, count in ((left, right), (right, left)):
+        if isinstance(sized, str | list | tuple) and isinstance(count, int) and len(sized) * count > MAX_TEXT_BYTES:
+            raise OverflowError(f"{len(sized):,} items {count:,} times are too many")
+    _refuse_large(left, right, 1)
+    return operator.mul(left, right)
+
+
+def _raised(left: object, right: object) -> object:
+    _refuse_large(left, 1, right)
+    return operator.pow(left, right)
+
+
+def _refuse_large(left: object, right: object, power: object) -> None:
+    """Raise OverflowError if a product of whole numbers is one of too many digits."""
+    if isinstance(left, int) and isinstance(right, int) and isinstance(power, int):
+        bits = (abs(left).bit_length() + abs(right).bit_length()) * max(power, 1)
+        if bits > _MAX_BITS:
+            raise OverflowError("a number has too many digits")
 
 
 def apply_chat_template_option(tokenizer: "PreTrainedTokenizerBase", value: str | PathLike[str] | None) -> None:
@@ -88,17 +183,22 @@ def has_generation_tags(template: str) -> bool:
     return any(tag.identifier == _GenerationTag.identifier for tag in tags)
 
 
-def refuses_system_role(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def refuses_system_role(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TEXT_BYTES) -> bool:
     """Tell whether the template raises on a system message and renders the same conversation without it."""
-    user = {"role": "user", "content": "a"}
     try:
-        tokenizer.apply_chat_template([{"role": "system", "content": "b"}, user], tokenize=False)
+        template = LimitedTemplate(str(tokenizer.get_chat_template()), text_bytes)
+    except ValueError:  # several templates, and none is the default one
+        return False
+    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map}
+    user: Message = {"role": "user", "content": "a"}
+    try:
+        template.render([{"role": "system", "content": "b"}, user], variables)
     except RENDER_ERRORS:
         pass
     else:
         return False
     try:
-        tokenizer.apply_chat_template([user], tokenize=False)
+        template.render([user], variables)
     except RENDER_ERRORS:
         return False
     return True

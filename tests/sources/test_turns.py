@@ -5,7 +5,7 @@ import pytest
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_and_mask
 from dspark_store.sources.messages import Conversation
-from dspark_store.sources.rendering import Renderer, Rendering
+from dspark_store.sources.rendering import Renderer, Rendering, RenderLimits
 from dspark_store.sources.source import SourceError
 from tests.sources.templates import GPT_OSS, HERMES, LLAMA31, MISTRAL, QWEN3, QWEN25, byte_tokenizer, shown
 
@@ -398,7 +398,8 @@ def test_a_row_that_needs_too_many_renders_is_refused():
 
 
 def test_renders_of_one_row_are_counted():
-    rendering = Rendering(Renderer(byte_tokenizer(CHATML)), TWO, None, None, "", max_renders=2)
+    renderer = Renderer(byte_tokenizer(CHATML), limits=RenderLimits(renders=2))
+    rendering = Rendering(renderer, TWO, None, None, "")
     rendering.render(TWO)
     rendering.render(TWO)
     with pytest.raises(SourceError, match="more than 2 renders"):
