@@ -14,24 +14,29 @@ UPSTREAM_SCRIPT = """
 import os
 import dspark_store as cache
 
-def produce(cache_dir, batches, embed, head, config):
+def produce(cache_dir, batches, embed, head, config, stop_after=None, **names):
     dtype = cache.DTYPE_MAP["bf16"]
     manifest = cache.build_cache_manifest(
-        target_model="org/target", target_model_type="qwen3", target_text_config=config, seq_length=4, dtype="bf16",
+        target_model_type="qwen3", target_text_config=config, seq_length=4, dtype="bf16",
         num_samples=sum(len(batch.input_ids) for batch in batches), shard_size=2, target_layer_ids=[1, 3, 5],
-        train_data_path="train.jsonl", train_split=None, shuffle_seed=42, mask_reasoning_content=False,
+        train_split=None, shuffle_seed=42, mask_reasoning_content=False,
         chat_template_sha256=cache.tokenizer_chat_template_sha256(None),
+        **{"target_model": "org/target", "train_data_path": "train.jsonl", **names},
     )
     if os.path.exists(cache.manifest_path(cache_dir)):
         recorded = cache.read_manifest(cache_dir, allow_incomplete=True)
-        assert not cache.manifest_mismatch_fields(recorded, manifest)
+        fields = cache.manifest_mismatch_fields(recorded, manifest)
+        if fields:
+            raise ValueError(f"the cache does not match in {', '.join(fields)}")
     cache.write_target_weights(cache_dir, embed, head, dtype)
     cache.write_manifest(cache_dir, {**manifest, "complete": False})
     done = cache.existing_shard_indices(cache_dir)
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(batches[:stop_after]):
         if index not in done:
             cache.write_shard(cache_dir, index, cache.compute_batch_cache(batch, dtype))
             assert os.path.exists(cache.shard_path(cache_dir, index))
+    if stop_after is not None:
+        return
     cache.write_manifest(cache_dir, {**manifest, "complete": True})
 
 def consume(cache_dir):
@@ -134,12 +139,14 @@ def test_a_manifest_has_the_17_fields_and_comes_back_with_bookkeeping(tmp_path):
     assert ds.read_manifest(tmp_path) == {**manifest, "format_version": 1, "complete": True}
 
 
-def test_mismatching_fields_are_sorted_and_leave_out_names_paths_and_bookkeeping():
+def test_mismatching_fields_are_sorted_and_leave_out_bookkeeping_and_names_beside_digests():
     recorded: dict[str, JsonValue] = {
         "shuffle_seed": 42,
         "seq_length": 4,
         "train_data_path": "a",
         "target_model": "b",
+        "source": {"type": "chat"},
+        "target_weights": "c",
         "train_split": None,
     }
     new: dict[str, JsonValue] = {
@@ -147,14 +154,35 @@ def test_mismatching_fields_are_sorted_and_leave_out_names_paths_and_bookkeeping
         "seq_length": 8,
         "train_data_path": "c",
         "target_model": "d",
+        "source": {"type": "chat"},
+        "target_weights": "c",
         "complete": True,
     }
     assert ds.manifest_mismatch_fields(recorded, new) == ["seq_length", "shuffle_seed"]
 
 
-def test_a_script_written_for_upstream_runs_and_can_be_run_again(tmp_path):
+@pytest.fixture
+def script(tmp_path):
     (tmp_path / "script.py").write_text(UPSTREAM_SCRIPT)
-    script, cache_dir = runpy.run_path(str(tmp_path / "script.py")), str(tmp_path / "cache")
+    return runpy.run_path(str(tmp_path / "script.py"))
+
+
+@pytest.mark.parametrize("change", [{"train_data_path": "other.jsonl"}, {"target_model": "org/other"}])
+def test_a_script_that_stopped_is_not_gone_on_with_other_data_or_another_target(change, script, tmp_path):
+    cache_dir = str(tmp_path / "cache")
+    embed, head = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
+    batches = [target_batch(2, seed=number) for number in range(3)]
+    script["produce"](cache_dir, batches, embed, head, CONFIG, stop_after=2)
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "cache").rglob("*")) if path.is_file()}
+    with pytest.raises(ValueError, match=f"does not match in {next(iter(change))}"):
+        script["produce"](cache_dir, batches, embed, head, CONFIG, **change)
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "cache").rglob("*")) if path.is_file()} == before
+    script["produce"](cache_dir, batches, embed, head, CONFIG)
+    assert len(script["consume"](cache_dir)[2]) == 3
+
+
+def test_a_script_written_for_upstream_runs_and_can_be_run_again(script, tmp_path):
+    cache_dir = str(tmp_path / "cache")
     embed, head = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
     batches = [target_batch(2), target_batch(1, seed=1)]
     for _ in range(2):

@@ -1,7 +1,7 @@
 """The group's attributes: what a store is, how far it is, and the seal over all of its metadata.
 
 The manifest decides identity: two runs with equal manifests write equal stores. Paths and names are recorded for
-people and never compared, because a moved corpus is the same and an edited one is not.
+people and not compared where a digest of the content is, because a moved corpus is the same and an edited one is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FORMAT_VERSION = 1
 ATTRIBUTE = "dspark_store"
 BOOKKEEPING_FIELDS = frozenset({"format_version", "complete"})
 RECORDED_FIELDS = frozenset({"target_model", "train_data_path", "target_revision"})
-"""Manifest fields that are written down and never compared."""
+"""Manifest fields that are written down and not compared, as far as the digests of `_DIGESTS` are there."""
+_DIGESTS = {"train_data_path": "source", "target_model": "target_weights"}
+"""The field that tells by content what another one tells by name."""
 SETTLED_FIELDS = frozenset({"num_samples"})
 """Manifest fields that the token phase finds out; they follow from the others."""
 
@@ -56,11 +58,21 @@ SEMANTICS: dict[str, JsonValue] = {
 def mismatch_fields(recorded: Manifest, manifest: Manifest, ignore: frozenset[str] = frozenset()) -> list[str]:
     """Return the sorted fields whose values differ; a missing field equals null.
 
-    Bookkeeping fields, recorded-only fields and ``ignore`` never count.
+    Bookkeeping fields, those of `recorded_only` and ``ignore`` never count.
     """
-    exempt = BOOKKEEPING_FIELDS | RECORDED_FIELDS | ignore
+    exempt = BOOKKEEPING_FIELDS | recorded_only(recorded, manifest) | ignore
     fields = (recorded.keys() | manifest.keys()) - exempt
     return sorted(name for name in fields if recorded.get(name) != manifest.get(name))
+
+
+def recorded_only(recorded: Manifest, manifest: Manifest) -> frozenset[str]:
+    """Return the fields that are not compared between two manifests.
+
+    The path of the data and the name of the target are, where neither manifest tells the content itself: a script
+    written for NeMo Automodel knows no more, and compares them too.
+    """
+    by_name = {name for name, digest in _DIGESTS.items() if recorded.get(digest) is manifest.get(digest) is None}
+    return RECORDED_FIELDS - by_name
 
 
 @dataclass(frozen=True, slots=True)

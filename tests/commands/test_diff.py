@@ -9,7 +9,13 @@ from dspark_store.cli import main
 from tests import stores
 from tests.stores import Shape, build_store, flip
 
-MANIFEST = {"pad_token_id": 5, "target_model": "here", "dtype": "bf16", "source": {"type": "chat"}}
+MANIFEST = {
+    "pad_token_id": 5,
+    "target_model": "here",
+    "target_weights": "0" * 64,
+    "dtype": "bf16",
+    "source": {"type": "chat"},
+}
 
 
 @pytest.fixture

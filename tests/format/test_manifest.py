@@ -47,10 +47,21 @@ def test_a_missing_field_equals_null() -> None:
     assert mismatch_fields({"train_split": None}, {}) == []
 
 
+DIGESTS: dict[str, JsonValue] = {"source": {"type": "chat"}, "target_weights": "0" * 64}
+
+
 @pytest.mark.parametrize("field", ["format_version", "complete", "target_model", "train_data_path", "target_revision"])
-def test_bookkeeping_paths_and_names_are_never_compared(field: str) -> None:
-    assert mismatch_fields({field: "one"}, {field: "other"}) == []
+def test_bookkeeping_paths_and_names_are_not_compared_beside_digests(field: str) -> None:
+    assert mismatch_fields({**DIGESTS, field: "one"}, {**DIGESTS, field: "other"}) == []
+    assert mismatch_fields({**DIGESTS, field: "one"}, {field: "other"}) == ["source", "target_weights"]
     assert identity_digest({field: "one", "dtype": "bf16"}) == identity_digest({"dtype": "bf16"})
+
+
+@pytest.mark.parametrize(("field", "digest"), [("target_model", "target_weights"), ("train_data_path", "source")])
+def test_a_path_or_a_name_is_compared_where_no_digest_tells_the_content(field: str, digest: str) -> None:
+    others = {name: value for name, value in DIGESTS.items() if name != digest}
+    assert mismatch_fields({**others, field: "one"}, {**others, field: "other"}) == [field]
+    assert mismatch_fields({field: "one"}, {}) == [field]
 
 
 def test_fields_to_ignore_are_not_compared() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.manifest import BOOKKEEPING_FIELDS, RECORDED_FIELDS, SETTLED_FIELDS, StoreRecord
+from dspark_store.format.manifest import BOOKKEEPING_FIELDS, SETTLED_FIELDS, StoreRecord, recorded_only
 
 LAYOUT_FIELDS = frozenset({"codec", "chunk_tokens", "shard_size"})
 """Fields of the manifest that change no value; stores that differ in them can hold the same."""
@@ -32,10 +32,11 @@ class MetadataDifference:
 
 def compare_metadata(a: StoreRecord, b: StoreRecord) -> MetadataDifference:
     """Compare two stores' manifests, layouts, target configurations and facts of the head."""
+    only_recorded = recorded_only(a.manifest, b.manifest)
     identity = [
         field
         for field in _differing(a.manifest, b.manifest)
-        if field.name not in LAYOUT_FIELDS | RECORDED_FIELDS | BOOKKEEPING_FIELDS | SETTLED_FIELDS
+        if field.name not in LAYOUT_FIELDS | only_recorded | BOOKKEEPING_FIELDS | SETTLED_FIELDS
     ]
     named = {field.name for field in identity}
     shapes = [field for field in _differing(a.schema.layout(), b.schema.layout()) if field.name not in named]
@@ -44,7 +45,7 @@ def compare_metadata(a: StoreRecord, b: StoreRecord) -> MetadataDifference:
     identity += [field for field in shapes if field.name in ("hidden_size", "seq_length", "dtype", "layer_ids")]
     identity += _both_known("target_config", a.target_config, b.target_config)
     identity += _differing(a.head, b.head, "head.")
-    recorded = [field for field in _differing(a.manifest, b.manifest) if field.name in RECORDED_FIELDS]
+    recorded = [field for field in _differing(a.manifest, b.manifest) if field.name in only_recorded]
     return MetadataDifference(tuple(identity), tuple(layout), tuple(recorded))
 
 

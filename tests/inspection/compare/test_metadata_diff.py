@@ -24,7 +24,9 @@ def names(a, b):
         ({}, ([], [], [])),
         ({"batch_size": 8}, (["batch_size"], [], [])),
         ({"codec": "none", "num_samples": 3}, ([], [], [])),  # what counts is how the arrays are
-        ({"train_data_path": "x", "split": None}, ([], [], ["train_data_path"])),
+        ({"target_revision": "x", "split": None}, ([], [], ["target_revision"])),
+        ({"train_data_path": "x"}, (["train_data_path"], [], [])),  # nothing else tells the data
+        ({"train_data_path": "x", "source": {"type": "chat"}}, (["source"], [], ["train_data_path"])),
     ],
 )
 def test_a_field_of_the_manifest_is_of_one_kind(change, expected):
