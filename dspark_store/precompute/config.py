@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
+from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.arguments import OneLineParser, flag, nearest
 from dspark_store.precompute.settings import PrecomputeConfig, convert_setting, kind, settings
-from dspark_store.precompute.upstream_yaml import is_upstream, settings_of
+from dspark_store.precompute.upstream_yaml import has_own_order, is_upstream, settings_of
 from dspark_store.sources.specs import read_words
 
 __all__ = [
@@ -50,6 +51,9 @@ def config_of(path: str | None, given: Mapping[str, Any], **defaults: Any) -> Pr
         return config_from({**defaults, **document, **flags})
     values, notes = settings_of(document, flags)
     config = config_from({**defaults, **values, **flags})
+    if "order" not in flags and has_own_order(LocalStorage(config.output_dir)):
+        config = dataclasses.replace(config, order=None)
+        notes = [*notes, f"the store in {config.output_dir} has its rows in our own order, and is gone on with in it"]
     return dataclasses.replace(config, notes=tuple(f"{path}: {note}" for note in notes))
 
 

@@ -12,6 +12,8 @@ What differs from Automodel:
   replicated (``fsdp_size`` 0), with ddp all are replicated.
 - cp_size, dp_size and dp_replicate_size have no meaning: no sequence is split, and copies follow from the other sizes.
 - A rerun goes on where the last one stopped, where Automodel computes all again.
+
+Rows and their order are Automodel's (``order``), unless the store was begun in our own order.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from typing import Any
 import torch
 
 from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.metadata import has_store, read_record
+from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.arguments import flag, nearest
 from dspark_store.precompute.settings import convert_setting, settings
 
@@ -49,7 +54,7 @@ _SETTINGS_OF_RECIPE = {
 _SETTINGS_OF_AXES = {"tp_size": "tp_size", "pp_size": "pp_size", "ep_size": "ep_size"}
 _SETTINGS_OF_ENVIRONMENT = {"backend": "backend", "timeout_minutes": "timeout_minutes"}
 _REQUIRED = ("target_model_name_or_path", "train_data_path", "seq_length")
-_DEFAULTS = {"resume": True, "batch_size": 1, "shard_size": 256}
+_DEFAULTS = {"resume": True, "batch_size": 1, "shard_size": 256, "order": "automodel"}
 _FSDP_SIZE_OF_STRATEGY = {"fsdp2": 0, "megatron_fsdp": 0, "mfsdp": 0, "ddp": 1}
 
 # Each would change what is stored, and none is done here: to ignore one would give another store than was asked for.
@@ -123,6 +128,22 @@ def settings_of(document: Mapping[str, Any], flags: Collection[str] = ()) -> tup
         if "backend" not in flags and not torch.cuda.is_available():
             notes.append("dist_env.backend nccl needs CUDA, and torch sees no CUDA device: gloo takes its place")
     return values, notes
+
+
+def has_own_order(storage: LocalStorage) -> bool:
+    """Tell whether there is a store whose source reads rows in our own order, so that it must be gone on with so."""
+    if not has_store(storage):
+        return False
+    source = read_record(storage).manifest.get("source")
+    return source is not None and not _names_order(source)
+
+
+def _names_order(source: JsonValue) -> bool:
+    """Tell whether a source's identity, or that of a part of a blend, names an order."""
+    if not isinstance(source, Mapping):
+        return False
+    parts = source.get("parts")
+    return "order" in source or (isinstance(parts, list) and any(map(_names_order, parts)))
 
 
 def _block(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
-from dspark_store.sources.files import DataPath, open_rows
+from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
-from dspark_store.sources.order import select_rows, split_name
+from dspark_store.sources.order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.report import SourceReport
-from dspark_store.sources.rows import RowData
+from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import Sample, SourceError
 from dspark_store.sources.workers import encode_here, encode_in_workers
 
@@ -82,7 +82,7 @@ class ChatSource:
         self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
         self._data = open_rows(path, split=split_name(split), subset=subset)
-        self._rows = select_rows(len(self._data), split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+        self._rows = _selected(self._data, options.order, split, shuffle_seed, max_samples)
         self._num_workers = num_workers
         self._refused_before = 0
         self._gives_each_row = _gives_each_row(options)
@@ -221,3 +221,17 @@ class ChatSource:
 def _gives_each_row(options: ChatOptions) -> bool:
     """Tell whether all rows but the refused ones give a sample each."""
     return options.over_long == "truncate" and options.min_supervised == 0
+
+
+def _selected(
+    data: Rows, order: str | None, split: str | None, shuffle_seed: int | None, max_samples: int | None
+) -> Sequence[int]:
+    """Return the rows to read, in order."""
+    if order is None:
+        return select_rows(len(data), split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+    is_json = are_json(data)
+    if is_json and split is not None and "[" in split:
+        logger.warning("split %s takes nothing away: NeMo Automodel reads all rows of JSON files", split)
+    return select_automodels_rows(
+        len(data), is_json=is_json, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples
+    )

@@ -57,12 +57,17 @@ def open_rows(data: DataPath | Sequence[DataPath], *, split: str | None = None, 
     return rows
 
 
+def are_json(rows: Rows) -> bool:
+    """Tell whether all rows stand in JSON files, and none in tables."""
+    return all(map(are_json, rows.parts)) if isinstance(rows, ManyRows) else isinstance(rows, JsonlRows | JsonRows)
+
+
 class ManyRows:
     """The rows of several files, one after the other. At most 64 of the files are open at a time."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         """Hash the parts' hashes in order."""
-        self._parts = parts
+        self.parts = parts
         self._ends = list(accumulate(map(len, parts)))
         self._open: dict[int, None] = {}
         self.content_sha256 = hashlib.sha256("".join(part.content_sha256 for part in parts).encode()).hexdigest()
@@ -74,7 +79,7 @@ class ManyRows:
     def where(self, row: int) -> str:
         """Return the file and the place in it."""
         part, own = self._place(row)
-        return self._parts[part].where(own)
+        return self.parts[part].where(own)
 
     def take(self, rows: Sequence[int]) -> list[RowData]:
         """Return the given rows, reading each file once."""
@@ -85,13 +90,13 @@ class ManyRows:
         taken: list[RowData] = [b""] * len(rows)
         for part, places in wanted.items():
             self._keep_few_open(part)
-            for (position, _), data in zip(places, self._parts[part].take([own for _, own in places]), strict=True):
+            for (position, _), data in zip(places, self.parts[part].take([own for _, own in places]), strict=True):
                 taken[position] = data
         return taken
 
     def close(self) -> None:
         """Close all files."""
-        for part in self._parts:
+        for part in self.parts:
             part.close()
         self._open.clear()
 
@@ -105,7 +110,7 @@ class ManyRows:
         if len(self._open) > _OPEN_FILES:
             oldest = next(iter(self._open))
             del self._open[oldest]
-            self._parts[oldest].close()
+            self.parts[oldest].close()
 
 
 def _expanded(data: DataPath) -> list[str]:

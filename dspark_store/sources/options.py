@@ -10,6 +10,7 @@ from dspark_store.sources.cutting import OVER_LONG, SIDES
 from dspark_store.sources.source import SourceError
 
 ON_BAD_ROW = ("error", "skip")
+ORDERS = ("automodel",)
 
 _NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, and not what is in its store
 
@@ -29,6 +30,8 @@ class RowOptions:
         over_long: "truncate", "drop" or "split" rows of more than `seq_length` tokens (see `cutting.Cutting`).
         truncation_side: where they are cut, "right" or "left"; None for the tokenizer's own.
         min_supervised: leave out samples with fewer supervised tokens.
+        order: "automodel" reads the rows that NeMo Automodel reads, in its order (see `order.select_automodels_rows`);
+            None those of `order.select_rows`.
 
     """
 
@@ -41,6 +44,9 @@ class RowOptions:
     )
     truncation_side: str | None = _option(None, "where they are cut: the tokenizer's side if not given", choices=SIDES)
     min_supervised: int = _option(0, "leave out samples with fewer supervised tokens")
+    order: str | None = _option(
+        None, "automodel: the rows that NeMo Automodel reads, in its order; JSON files are not shuffled", choices=ORDERS
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dspark_store.sources.source import SourceError
 
 _BOUND = r"(-?\d+%?)?"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[{_BOUND}:{_BOUND}\])?", re.ASCII)
+_AFTER_AUTOMODELS_SHUFFLE = re.compile(r"\w+\[\d*:\d*\]", re.ASCII)
 
 
 def split_name(split: str | None) -> str | None:
@@ -47,6 +48,39 @@ def select_rows(count: int, *, split: str | None, shuffle_seed: int | None, max_
     if not len(rows):
         raise SourceError(f"split {split!r} selects none of the {count} rows")
     return rows
+
+
+def select_automodels_rows(
+    count: int, *, is_json: bool, split: str | None, shuffle_seed: int | None, max_samples: int | None
+) -> Sequence[int]:
+    """Return the row numbers that NeMo Automodel's chat dataset reads (as of August 2026), in its order.
+
+    Rows of JSON files are all read as they stand: it looks at neither split nor seed. Of any others it takes
+    `name[a:b]` of plain row numbers after the shuffle, which is that of `select_rows`; every other split goes to the
+    library `datasets`, which takes its slice before the shuffle, rounds percentages to the nearest row, half to even,
+    and takes both bounds for percentages where one is.
+
+    Raises what `select_rows` does.
+    """
+    if is_json or split is None or _AFTER_AUTOMODELS_SHUFFLE.fullmatch(split):
+        _parse_split(split, count)
+        given = (None, None) if is_json else (split, shuffle_seed)
+        return select_rows(count, split=given[0], shuffle_seed=given[1], max_samples=max_samples)
+    rows = range(count)[_slice_of_datasets(split, count)]
+    if not rows:
+        raise SourceError(f"split {split!r} selects none of the {count} rows")
+    order = select_rows(len(rows), split=None, shuffle_seed=shuffle_seed, max_samples=max_samples)
+    return memoryview(np.array(order, np.int64) + rows.start)
+
+
+def _slice_of_datasets(split: str, count: int) -> slice:
+    _parse_split(split, count)
+    bounds = _matched(split).group(2, 3)
+    in_percent = any(bound is not None and bound.endswith("%") for bound in bounds)
+    numbers = [None if bound is None else int(bound.removesuffix("%")) for bound in bounds]
+    if in_percent:
+        numbers = [None if number is None else round(number * count / 100) for number in numbers]
+    return slice(*numbers)
 
 
 def _parse_split(split: str | None, count: int) -> slice:

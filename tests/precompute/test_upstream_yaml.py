@@ -6,8 +6,14 @@ import pytest
 import torch
 import yaml
 
+import dspark_store as ds
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.config import parse_arguments
-from dspark_store.precompute.upstream_yaml import is_upstream, settings_of
+from dspark_store.precompute.upstream_yaml import has_own_order, is_upstream, settings_of
+from tests.precompute.jobs import answers, arguments, interrupted, write_rows
+from tests.stores import build_store
+from tests.tiny import tiny_tokenizer
 
 CONFIGS = Path(__file__).parent / "configs"
 RECIPE = {
@@ -43,6 +49,7 @@ def test_what_a_recipe_leaves_out_has_automodels_defaults():
         "shard_size": 256,
         "fsdp_size": 0,
         "resume": True,
+        "order": "automodel",
     }
     assert notes == []
 
@@ -189,3 +196,62 @@ def test_a_mistake_is_one_line_with_the_key_of_the_file(document, message):
 
 def test_what_is_not_supported_may_be_switched_off():
     assert settings_of(recipe(multimodal=False, mask_generation_prompt=False))[1] == []
+
+
+WORDS = ["one", "two", "three", "four", "five"]
+
+
+@pytest.fixture
+def begin(llama, tmp_path):
+    """Return the flags of a job from Automodel's YAML over five rows, and those of the same job in our own words."""
+    data = write_rows(tmp_path / "data.jsonl", WORDS)
+    fields = {"target_model_name_or_path": str(llama), "train_data_path": str(data), "train_split": "train[:3]"}
+    path = tmp_path / "automodel.yaml"
+    path.write_text(yaml.safe_dump(recipe(**fields, cache_output_dir=str(tmp_path / "store"))))
+    flags = ["-c", str(path), "--device", "cpu", "--fsdp-size", "1"]
+    own = arguments(llama, data, tmp_path / "store", "--dtype", "bf16", "--split", "train[:3]")
+    return flags, [*own, "--batch-size", "1", "--shard-size", "256", "--seq-length", "512"]
+
+
+def order_of(cache):
+    return cache.manifest["source"].get("order")
+
+
+def test_automodels_yaml_reads_the_rows_that_automodel_reads(begin, tmp_path, caplog):
+    flags, own = begin
+    assert main(flags) == 0
+    cache = ds.open_cache(tmp_path / "store")
+    assert answers(cache, tiny_tokenizer()) == WORDS
+    assert order_of(cache) == "automodel"
+    assert "split train[:3] takes nothing away" in caplog.text
+    assert main(flags) == 0
+    assert main([*own, "--resume"]) == 2
+    assert main([*own, "--resume", "--order", "automodel"]) == 0
+
+
+def test_a_store_that_was_begun_in_our_order_is_gone_on_with_in_it(begin, tmp_path, capsys):
+    flags, own = begin
+    interrupted(own)
+    assert "has its rows in our own order, and is gone on with in it" in parse_arguments(flags).notes[-1]
+    assert main([*flags, "--order", "automodel"]) == 2
+    assert "'order': 'automodel'" in capsys.readouterr().err
+    assert main(flags) == 0
+    cache = ds.open_cache(tmp_path / "store")
+    assert len(cache) == 3
+    assert answers(cache, tiny_tokenizer()) != WORDS[:3]
+    assert order_of(cache) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "own"),
+    [
+        ({"type": "chat"}, True),
+        ({"type": "chat", "order": "automodel"}, False),
+        ({"type": "blend", "parts": [{"type": "chat"}, {"type": "megatron"}]}, True),
+        ({"type": "blend", "parts": [{"type": "megatron"}, {"type": "chat", "order": "automodel"}]}, False),
+    ],
+)
+def test_a_store_has_our_own_order_where_no_source_of_it_names_another(source, own, tmp_path):
+    build_store(tmp_path, fields={"manifest": {"source": source}})
+    assert has_own_order(LocalStorage(tmp_path)) == own
+    assert not has_own_order(LocalStorage(tmp_path / "none"))

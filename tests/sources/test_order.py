@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources.order import select_rows
+from dspark_store.sources.order import select_automodels_rows, select_rows
 from dspark_store.sources.source import SourceError
 
 
@@ -69,3 +69,42 @@ def test_slices_of_one_seed_cover_every_row_once(count, seed, data):
     tail = rows(count, split=f"validation[{cut}:]", shuffle_seed=seed)
     assert len(head) == cut
     assert sorted(head + tail) == list(range(count))
+
+
+def automodels(count=10, split=None, shuffle_seed=42, max_samples=None, *, is_json=False):
+    return list(
+        select_automodels_rows(count, is_json=is_json, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+    )
+
+
+@pytest.mark.parametrize("split", [None, "train", "train[:2]", "train[50%:]"])
+def test_automodel_reads_all_rows_of_json_files_as_they_stand(split):
+    assert automodels(split=split, is_json=True) == list(range(10))
+    assert automodels(split=split, is_json=True, max_samples=3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (None, [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]),
+        ("train", [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]),
+        ("train[2:5]", [0, 7, 3]),  # after the shuffle
+        ("train[:99]", [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]),
+        ("train[-3:]", [9, 8, 7]),  # before it
+        ("train-sft[2:5]", [4, 3, 2]),
+        ("train[:25%]", [1, 0]),  # 2.5 rows are rounded to the even number
+        ("train[3:60%]", [3, 2, 5, 4, 1, 0]),  # 3 %, which is no row
+    ],
+)
+def test_automodels_slices_of_tables_come_after_the_shuffle_or_before_it(split, expected):
+    assert automodels(split=split) == expected
+
+
+@pytest.mark.parametrize("split", ["train[:2", "train[200%:]", "train[10:10]", "train[-10:-10]"])
+@pytest.mark.parametrize("is_json", [True, False])
+def test_what_is_no_split_of_ours_is_none_under_automodels_order(split, is_json):
+    if is_json and split.endswith("10]"):
+        assert len(automodels(split=split, is_json=True)) == 10
+        return
+    with pytest.raises(SourceError, match="split"):
+        automodels(split=split, is_json=is_json)

@@ -7,6 +7,7 @@ import pytest
 
 from dspark_store.sources import ChatSource, SourceError
 from dspark_store.sources.files import open_rows
+from dspark_store.sources.options import ChatOptions
 from tests.sources.words import CHAT, write_rows
 from tests.tiny import tiny_tokenizer, write_chats
 
@@ -101,3 +102,35 @@ def test_a_dataset_that_the_hub_does_not_have_is_one_line():
     with pytest.raises(SourceError, match="dataset nobody/nothing cannot be loaded") as error:
         open_rows("nobody/nothing")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["train", "train[:7]", "train[5:70]", "train[:10%]", "train[25%:75%]", "train[-9:]", "train[:-9]", "train[5:50%]"],
+)
+def test_automodels_order_is_that_of_the_library_for_tables_and_the_files_for_json(tmp_path, chats, table, split):
+    datasets = pytest.importorskip("datasets")
+    pq.write_table(table, tmp_path / "chats.parquet")
+    automodels_own = split.endswith(("[:7]", "[5:70]"))  # it hands every other split to the library
+    files = {"data_files": str(tmp_path / "chats.parquet"), "cache_dir": str(tmp_path / "cache")}
+    loaded = datasets.load_dataset("parquet", split="train" if automodels_own else split, **files).shuffle(seed=3)
+    if automodels_own:
+        loaded = loaded.select(list(range(len(loaded)))[5 * (split == "train[5:70]") : int(split[:-1].split(":")[1])])
+    write_rows(tmp_path / "expected.jsonl", *loaded)
+    options = {"options": ChatOptions(order="automodel"), "shuffle_seed": 3, "split": split}
+    assert samples_of(tmp_path / "chats.parquet", **options) == samples_of(tmp_path / "expected.jsonl")
+    assert samples_of(chats, **options) == samples_of(chats)
+    assert samples_of([chats, tmp_path / "expected.jsonl"], **options) == samples_of(
+        [chats, tmp_path / "expected.jsonl"]
+    )
+
+
+def test_a_split_that_automodel_does_not_look_at_is_told(chats, caplog):
+    ChatSource(chats, tiny_tokenizer(), ChatOptions(order="automodel"), seq_length=200, split="train[:7]")
+    assert "split train[:7] takes nothing away: NeMo Automodel reads all rows of JSON files" in caplog.text
+
+
+def test_an_order_is_part_of_the_identity_where_it_is_given(chats):
+    own = ChatSource(chats, tiny_tokenizer(), seq_length=200).identity()
+    other = ChatSource(chats, tiny_tokenizer(), ChatOptions(order="automodel"), seq_length=200).identity()
+    assert other == {**own, "order": "automodel"}
