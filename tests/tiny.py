@@ -25,12 +25,18 @@ from transformers import (
     KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 NUM_LAYERS = 4
@@ -72,6 +78,8 @@ _GEMMA4_SHARING = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 2,
 }
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN_SIZE}
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>GENERATION{{ message['content'] }}<|end|>ENDGENERATION"
@@ -144,6 +152,30 @@ def tiny_gemma4_nested(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Gemma 4 with its text part in a multimodal configuration, as published; without other towers."""
     text = {**_GEMMA4_SHAPE, **_GEMMA4_SHARING, **changes}
     return _built(Gemma4ForConditionalGeneration, Gemma4Config(text_config=text), seed)
+
+
+def tiny_qwen2_5_vl(seed: int = 0, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
+    """Qwen2.5-VL: a text model with positions in three dimensions beside a vision tower; no causal class of its own."""
+    text = {**_DENSE_SHAPE, "rope_parameters": _MROPE, "tie_word_embeddings": tied, **changes}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=_VISION, tie_word_embeddings=tied)
+    return _built(Qwen2_5_VLForConditionalGeneration, config, seed)
+
+
+def tiny_qwen3_vl(seed: int = 0, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
+    """Qwen3-VL: as Qwen2.5-VL, with images that enter after several layers."""
+    text = {**_DENSE_SHAPE, "head_dim": 8, "rope_parameters": _MROPE, "tie_word_embeddings": tied, **changes}
+    vision = {**_VISION, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    return _built(Qwen3VLForConditionalGeneration, config, seed)
+
+
+def tiny_mistral3(seed: int = 0, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
+    """Mistral 3: a Mistral beside a Pixtral."""
+    text = {**_DENSE_SHAPE, "model_type": "mistral", "head_dim": 8, "tie_word_embeddings": tied, **changes}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"intermediate_size": 32}
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    return _built(Mistral3ForConditionalGeneration, config, seed)
 
 
 def tiny_gpt2(seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -37,7 +37,7 @@ from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import target_config_json
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
-from dspark_store.target.limits import check_fits
+from dspark_store.target.limits import check_capturable, check_fits
 from dspark_store.target.load import load_target_config, load_tokenizer, read_model_type, text_config
 from dspark_store.target.parallel import ParallelPlan, ReduceDtype
 from dspark_store.target.source import TargetSource, locate
@@ -138,7 +138,8 @@ def plan_job(config: PrecomputeConfig, target: TargetDescription | None = None) 
     compute_dtype = resolve_compute_dtype(config.compute_dtype, config.resolved_device)
     layer_ids = _layer_ids(config, target.text)
     tokenizer = load_tokenizer(target.source)
-    check_fits(target.text, config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
+    check_capturable(target.config)
+    check_fits(target.config, config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
     apply_chat_template_option(tokenizer, config.chat_template)
     vocab_size = int(target.text.vocab_size)
     source = build_source(parse_source(config.input_data), _source_context(config, tokenizer, vocab_size))

@@ -1,20 +1,24 @@
 """What a draft must know of its target beside the states: the two vocabulary tables, the head, the configuration."""
 
+import inspect
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.target.load import text_config
+from dspark_store.target.load import language_model_class, text_config
 
 # Fields that say where a configuration came from and how the weights were stored or loaded, not what the target is.
 _PROVENANCE_FIELDS = frozenset(
     {"_name_or_path", "_model_name_or_path", "transformers_version", "quantization_config", "gguf_file", "dtype"}
 )
+_SCALINGS = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
+_CAPPINGS = ("final_logit_softcapping", "logits_soft_cap")
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax", "hyperclovax_vision_v2"})
 
 
@@ -32,10 +36,11 @@ def head_facts(model_or_config: PreTrainedModel | PretrainedConfig) -> dict[str,
         model = model_without_weights(model)
     config = text_config(model.config)
     embedding, head = _vocabulary_modules(model)
+    scaling, capping = (_names_applied(model, head, names) for names in (_SCALINGS, _CAPPINGS))
     return {
         "head_bias": getattr(head, "bias", None) is not None,
-        "logit_scale": _scale(_logit_scale(config)),
-        "final_logit_softcapping": _number(config, "final_logit_softcapping", "logits_soft_cap"),
+        "logit_scale": _scale(_logit_scale(config)) if scaling else None,
+        "final_logit_softcapping": _number(config, *_CAPPINGS) if capping else None,
         "embedding_scale": _scale(_embedding_scale(embedding, config)),
         "tied": _are_tied(model, embedding, head),
     }
@@ -87,9 +92,9 @@ def rebuild_config(fields: dict[str, JsonValue]) -> PretrainedConfig:
 
 
 def model_without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the causal language model of `config` on the meta device, where tensors have shapes and no memory."""
+    """Build the language model of `config` on the meta device, where tensors have shapes and no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
+        model = language_model_class(config).from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
             config, trust_remote_code=trust_remote_code
         )
     return cast(PreTrainedModel, model)
@@ -106,6 +111,18 @@ def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
                 f"found {type(module).__name__}"
             )
     return cast(nn.Module, embedding), cast(nn.Module, head)
+
+
+def _names_applied(model: PreTrainedModel, head: nn.Module, names: Sequence[str]) -> bool:
+    """Whether the forward that runs `head` does what the text configuration says under one of `names`.
+
+    A causal language model does. One that takes a text model in beside images may run that model's body under a head of
+    its own, and leave it out, as Cohere's do.
+    """
+    if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(model.config, "auto_map", None):
+        return True
+    owner = next(module for module in model.modules() if any(child is head for child in module.children()))
+    return not {*names}.isdisjoint(inspect.unwrap(type(owner).forward).__code__.co_names)
 
 
 def _are_tied(model: PreTrainedModel, embedding: nn.Module, head: nn.Module) -> bool:
@@ -132,8 +149,8 @@ def _in_memory(module: nn.Module) -> AbstractContextManager[None]:
 
 def _logit_scale(config: PretrainedConfig) -> float | None:
     """Cohere and Falcon-H1 multiply, Granite and MiniCPM divide, HyperCLOVA X multiplies under Granite's name."""
-    scale = _number(config, "logit_scale", "lm_head_multiplier")
-    scaling = _number(config, "logits_scaling")
+    *multipliers, divisor = _SCALINGS
+    scale, scaling = _number(config, *multipliers), _number(config, divisor)
     if scale is not None or scaling is None:
         return scale
     return scaling if config.model_type in _MULTIPLIES_BY_LOGITS_SCALING else 1.0 / scaling

@@ -1,4 +1,4 @@
-"""What a target can take: how many positions, and which token ids."""
+"""What a target can take, judged without its weights: whether it can be captured, how many positions, which ids."""
 
 import logging
 
@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from dspark_store.target.capture import TargetCapture
 from dspark_store.target.depth import cut_target_config
 from dspark_store.target.facts import model_without_weights
+from dspark_store.target.layers import EMBEDDING_LAYER_ID
+from dspark_store.target.load import text_config
 
 logger = logging.getLogger(__name__)
 
@@ -15,33 +18,43 @@ _POSITION_TABLE_NAMES = ("wpe", "pos")
 _SPARE_ROWS = 8  # OPT and its kin keep the first two rows of the table for padding
 
 
+def check_capturable(config: PretrainedConfig) -> None:
+    """Raise ValueError, which says what is missing, when the states of the target of `config` cannot be captured.
+
+    A model of its own code is not built for a look: it is judged when it is loaded.
+    """
+    if not getattr(config, "auto_map", None):
+        TargetCapture(model_without_weights(config), [EMBEDDING_LAYER_ID])
+
+
 def check_fits(config: PretrainedConfig, seq_length: int, vocab_size: int) -> None:
-    """Compare S and the size of the tokenizer's vocabulary with a text configuration, before any weight is loaded.
+    """Compare S and the size of the tokenizer's vocabulary with a configuration, before any weight is loaded.
 
     Positions past those of a rotary target, and token ids past its embedding, give one warning each: the first may give
     poor states, the second are an error only where a text has such an id (`check_ids`).
 
     Raises ValueError when the target looks positions up in a table of fewer than `seq_length` rows.
     """
-    positions = getattr(config, "max_position_embeddings", None)
+    text = text_config(config)
+    positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seq_length:
         if _has_position_table(config, positions):
             raise ValueError(
-                f"seq-length {seq_length} does not fit a {config.model_type} target, whose position table has "
+                f"seq-length {seq_length} does not fit a {text.model_type} target, whose position table has "
                 f"{positions} rows: pass --seq-length {positions} or less"
             )
         logger.warning(
             "seq-length %d is beyond the %d positions that the %s target was made for (max_position_embeddings)",
             seq_length,
             positions,
-            config.model_type,
+            text.model_type,
         )
-    if vocab_size > config.vocab_size:
+    if vocab_size > text.vocab_size:
         logger.warning(
             "the tokenizer has token ids up to %d, the target only %d embedding rows (vocab_size): "
             "a text with a higher id cannot be captured",
             vocab_size - 1,
-            config.vocab_size,
+            text.vocab_size,
         )
 
 
@@ -60,7 +73,7 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
 
 def _has_position_table(config: PretrainedConfig, positions: int) -> bool:
     """Whether the model keeps a table with a row a position, learned or computed; judged by its first layer."""
-    if getattr(config, "rope_parameters", None) or getattr(config, "auto_map", None):
+    if getattr(text_config(config), "rope_parameters", None) or getattr(config, "auto_map", None):
         return False  # rotary frequencies are computed; a model of its own code is not built for a look
     model = model_without_weights(cut_target_config(config, 1))
     tables: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -11,8 +11,11 @@ from typing import Any, cast
 import torch
 import transformers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -40,6 +43,25 @@ def refuse_unsupported_model_type(model_type: str) -> None:
         )
 
 
+def language_model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForMultimodalLM]:
+    """Return the class that builds the model of `config` with its language model head.
+
+    Where transformers has no causal language model for it, that is one which takes text beside images or sound.
+
+    Raises ValueError when there is none.
+    """
+    for auto_class, mapping in (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    ):
+        if type(config) in mapping or auto_class.__name__ in getattr(config, "auto_map", {}):
+            if auto_class is AutoModelForMultimodalLM and config.is_encoder_decoder:
+                break
+            return auto_class
+    lacks = "decoder that runs without an encoder" if config.is_encoder_decoder else "language model head"
+    raise ValueError(f"model_type={config.model_type!r} is not supported: transformers has no {lacks} for it")
+
+
 def read_model_type(source: TargetSource) -> str:
     """Read the `model_type` from the raw configuration, empty when it has none.
 
@@ -61,6 +83,7 @@ def load_target_config(source: TargetSource) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.for_model(**fields)
         else:
             config = AutoConfig.from_pretrained(location.name, trust_remote_code=source.trust_remote_code)
+        language_model_class(config)
     restore_rope_dim(config, fields)
     return config
 
@@ -107,7 +130,7 @@ def load_target(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | PathLike[str] | None = None,
 ) -> PreTrainedModel:
-    """Load the target as a causal language model, frozen and in eval mode.
+    """Load the target with its language model head, frozen and in eval mode.
 
     The weights are read as `dtype`; buffers such as `inv_freq` stay float32, which a cast of the loaded model would
     round. GGUF blocks are unpacked to `dtype`. `attn_implementation` is a name that transformers knows (eager, sdpa,
@@ -132,7 +155,7 @@ def load_target(
     placement = _placement(device) if device_map is None else _mapped(device_map, max_memory, offload_folder)
     what = "weights" if attn_implementation is None else f"weights (attention {attn_implementation!r})"
     with one_line_errors(source, what):
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = language_model_class(config).from_pretrained(
             location.name,
             config=config,
             dtype=dtype,

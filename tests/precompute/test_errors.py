@@ -1,14 +1,30 @@
 """Mistakes and damaged stores end the command with one line and exit code 2, and leave nothing half-written."""
 
 import json
+from typing import Any
 
 import pytest
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 
 import dspark_store as ds
 from dspark_store.precompute.__main__ import main
 from tests.precompute.jobs import contents, refused, states_of_files, write_rows
 from tests.tiny import save_target_dir, save_tiny, tiny_llama, tiny_tokenizer
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 288,
+}
 USER = {"role": "user", "content": "what"}
 
 
@@ -175,3 +191,23 @@ def test_the_metadata_of_an_array_that_is_gone_is_written_again(job, unfinished,
     (unfinished / "loss_mask" / "zarr.json").unlink()
     assert main(job("--resume", output=unfinished)) == 0
     assert contents(unfinished) == contents(store)
+
+
+@pytest.mark.parametrize(
+    ("build", "missing"),
+    [
+        (lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL)), "cannot capture Lfm2Model: it has no final norm"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(**SMALL)),
+            "transformers has no decoder that runs without an encoder",
+        ),
+        (lambda: ViTModel(ViTConfig(**SMALL)), "transformers has no language model head for it"),
+    ],
+    ids=["norm", "decoder", "head"],
+)
+def test_a_target_that_cannot_be_captured_is_refused_by_what_it_lacks(build, missing, job, no_target, tmp_path, capsys):
+    target = save_target_dir(tmp_path / "target", build())
+    line = refused(job("--target-model", target), capsys, at_once=True)
+    assert missing in line
+    assert "Config" not in line  # no list of classes
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -24,7 +24,15 @@ from tests.precompute.jobs import (
     refused,
     write_rows,
 )
-from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama, tiny_tokenizer
+from tests.tiny import (
+    HIDDEN_SIZE,
+    save_target_dir,
+    tiny_llama,
+    tiny_mistral3,
+    tiny_qwen2_5_vl,
+    tiny_qwen3_vl,
+    tiny_tokenizer,
+)
 
 
 def test_a_store_holds_the_samples_the_manifest_and_the_weights(llama, tmp_path):
@@ -232,3 +240,19 @@ def test_a_smoke_test_of_states_that_are_never_finite_fails(chats, tmp_path, cap
     save_target_dir(target, model, tiny_tokenizer("tagged"))
     assert main(arguments(target, chats, tmp_path / "store", "--smoke", "2", "--dtype", "fp16")) == 2
     assert "no sample is finite in fp16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("build", [tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_mistral3])
+def test_a_target_that_sees_images_is_run_over_chats(build, chats, tmp_path):
+    model = build()
+    target = save_target_dir(tmp_path / "target", model)
+    cache = ds.open_cache(precompute(target, chats, tmp_path / "store", "--target-layer-ids", "-1", "1", "3"))
+    assert (cache.target_config or {})["model_type"] == model.config.get_text_config().model_type
+    for sample in range(len(cache)):
+        length = int(cache.lengths[sample])
+        ids = cache[sample]["input_ids"][None, :length]
+        with torch.no_grad():
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer] for layer in (0, 2, 4)], dim=-1)[0]
+        torch.testing.assert_close(cache[sample]["target_hidden_states"][:length], expected)
+    assert torch.equal(cache.weights().head, model.lm_head.weight)

@@ -4,6 +4,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AyaVisionConfig,
+    AyaVisionForConditionalGeneration,
     CohereConfig,
     CohereForCausalLM,
     Gemma3Config,
@@ -156,3 +158,15 @@ def test_only_the_text_part_of_a_multimodal_configuration_is_kept():
 def test_an_unknown_model_type_cannot_be_rebuilt():
     with pytest.raises(ValueError, match="model_type='strange'"):
         rebuild_config({"model_type": "strange"})
+
+
+def test_a_scale_that_a_model_with_images_leaves_out_is_none_of_its_head():
+    vision = {**SHAPE, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    config = AyaVisionConfig(text_config={**SHAPE, "model_type": "cohere2", "logit_scale": 0.5}, vision_config=vision)
+    model = AyaVisionForConditionalGeneration(config).eval()
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        out = model(input_ids=ids, output_hidden_states=True)
+    head = target_weights(model)[1]
+    assert head_facts(model)["logit_scale"] is None
+    torch.testing.assert_close(out.hidden_states[-1] @ head.T, out.logits)

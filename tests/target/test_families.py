@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dspark_store.target.capture import TargetCapture
-from dspark_store.target.facts import head_facts, rebuild_config, target_config_json
+from dspark_store.target.facts import head_facts, rebuild_config, target_config_json, target_weights
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from tests.tiny import (
@@ -19,8 +19,11 @@ from tests.tiny import (
     tiny_glm_moe_dsa,
     tiny_kimi_linear,
     tiny_llama,
+    tiny_mistral3,
+    tiny_qwen2_5_vl,
     tiny_qwen3,
     tiny_qwen3_moe,
+    tiny_qwen3_vl,
 )
 
 EVERY_LAYER = [-1, *range(NUM_LAYERS)]
@@ -48,6 +51,8 @@ def tiny_plain_gemma4_nested():
 
 
 CUTTABLE = [tiny_llama, tiny_qwen3, tiny_qwen3_moe, tiny_deepseek_v4, tiny_glm_moe_dsa, tiny_kimi_linear, kimi_k3]
+BESIDE_IMAGES = [tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_mistral3]
+"""Text models that transformers has no causal class for, and runs beside a vision tower."""
 PACKED = [tiny_gemma4, tiny_gemma4_nested]
 
 
@@ -82,7 +87,29 @@ def test_a_loaded_target_gives_the_states_of_the_saved_one_at_every_layer(build,
     assert head_facts(rebuild_config(target_config_json(target.config))) == head_facts(model)
 
 
-@pytest.mark.parametrize("build", [*CUTTABLE, tiny_plain_gemma4, tiny_plain_gemma4_nested])
+@pytest.mark.parametrize("build", BESIDE_IMAGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_text_model_beside_images_gives_the_states_and_logits_of_a_direct_forward(build, tied, tmp_path):
+    model = build(tied=tied)
+    target = load(save_tiny(model, tmp_path))
+    assert type(target) is type(model)
+    capture = TargetCapture(target, EVERY_LAYER)
+    embed, head, bias = target_weights(target)
+    assert bias is None
+    assert (head is embed, head_facts(target)["tied"]) == (tied, tied)
+    for rows, length in BATCH_SHAPES:
+        ids, mask = batch(rows, length)
+        captured, expected = capture(ids, mask), hidden_states(model, ids, mask)
+        for state, other in zip((*captured.layers, captured.last), (*expected, expected[-1]), strict=True):
+            assert torch.equal(state[mask == 1], other[mask == 1])
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        assert torch.equal((captured.last @ head.T)[mask == 1], logits[mask == 1])
+    text = rebuild_config(target_config_json(target.config))
+    assert (text.num_hidden_layers, text.hidden_size) == (NUM_LAYERS, HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize("build", [*CUTTABLE, *BESIDE_IMAGES, tiny_plain_gemma4, tiny_plain_gemma4_nested])
 def test_the_first_layers_of_a_target_give_the_same_states_without_the_others(build, tmp_path):
     model = build()
     ids, mask = batch(2, 13)
