@@ -25,7 +25,7 @@ from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.config import parse_arguments
 from dspark_store.training.journal import read_metrics
-from dspark_store.training.loop import Training, found_checkpoint
+from dspark_store.training.loop import Training, found_checkpoint, held
 from dspark_store.training.ranks import joined_ranks
 
 ADDED = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -74,8 +74,8 @@ def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftR
     config.check()
     if config.validate_every == 0:
         raise ValueError("the untrained draft is not judged: give --validate-every a number of steps")
-    with joined_ranks(config.resolved_device) as ranks:
-        training = Training(config, ranks, found_checkpoint(config, ranks))
+    with joined_ranks(config.resolved_device) as ranks, held(output, ranks) as hold:
+        training = Training(config, ranks, found_checkpoint(config, ranks), hold)
         added, bigram = best_bigram(training)
         training.run()
     taus = [line.figures["tau"] for line in read_metrics(output) if line.kind == "validation"]

@@ -23,11 +23,20 @@ from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_com
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
-from dspark_store.training.checkpoint import Place, checkpoints, load_draft, read_place
+from dspark_store.training.checkpoint import (
+    DRAFT,
+    STATE,
+    DamagedCheckpointError,
+    Place,
+    check_checkpoint,
+    checkpoints,
+    load_draft,
+    read_place,
+)
 from dspark_store.training.data import target_tables
 from dspark_store.training.manifest import Expected, check_manifest
 
-DIFFERS = 1
+DIFFERS = DAMAGED = 1
 USER_ERROR = 2
 UNEXPECTED = 3
 INTERRUPTED = 130
@@ -37,8 +46,8 @@ _log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
-    0 the texts are the target's own, or drawn at a temperature, 1 one is not, 2 a mistake, 3 another error; each of
-    these is told in one line.
+    0 the texts are the target's own, or drawn at a temperature, 1 one is not, or the checkpoint is damaged, 2 a
+    mistake, 3 another error; each of these is told in one line.
     """
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
@@ -49,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return DIFFERS if total.differing else 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return USER_ERROR
+        return DAMAGED if isinstance(error, DamagedCheckpointError) else USER_ERROR
     except Exception as error:  # noqa: BLE001 - whatever it is, users get one line
         print(f"error: {one_line(error)}", file=sys.stderr)
         return UNEXPECTED
@@ -79,6 +88,7 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     found = checkpoints(Path(given.draft) / "checkpoints")
     if not found:
         raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")
+    check_checkpoint(found[-1], (DRAFT, STATE))
     place = read_place(found[-1])
     cache = open_cache(given.store)
     source = TargetSource(given.target_model, given.trust_remote_code)

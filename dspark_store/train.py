@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dspark_store.precompute.world import one_line
+from dspark_store.training.checkpoint import DamagedCheckpointError
 from dspark_store.training.config import parse_arguments
 from dspark_store.training.loop import train
 from dspark_store.training.ranks import ToldError, leads
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 done, 2 a mistake, 1 a gradient that is not finite or another surprise.
+    """Run the command; return its exit code: 0 done, 2 a mistake, 1 a damaged checkpoint or another surprise.
 
     Errors are told in one line, and once where several ranks have the same.
     """
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(config: TrainConfig) -> int:
     try:
         return train(config)
-    except ToldError as error:
+    except ToldError as error:  # another rank's, or its words
         return _code(error.__cause__)
     except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints stay, and users get one line
         _log.debug("traceback:", exc_info=True)
@@ -57,7 +58,8 @@ def _tell(error: Exception) -> None:
 
 
 def _code(error: BaseException | None) -> int:
-    return USER_ERROR if isinstance(error, ValueError | OSError | ImportError) else UNEXPECTED
+    mistake = isinstance(error, ValueError | OSError | ImportError) and not isinstance(error, DamagedCheckpointError)
+    return USER_ERROR if mistake else UNEXPECTED
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,7 @@ _BEAT_SECONDS = 15.0
 LEAVING_SECONDS = 20.0
 """What all ranks of a job are given to end, from when its first rank has heard that the lock is lost."""
 STALE_SECONDS = 120.0
+_LATEST = 4_000_000_000 * 10**9  # of the year 2096: no lock is older than its software
 
 
 class LostLockError(RuntimeError):
@@ -55,9 +57,7 @@ def read_holder(storage: LocalStorage) -> LockHolder | None:
         name = ProcessName.from_json(found)
     except (FileNotFoundError, ValueError):
         return None
-    taken = json.loads(found).get("taken")
-    since = taken / 1e9 if isinstance(taken, int) else None
-    return LockHolder(name.host, name.pid, since, age, stale=_living_holder(found, age) is None)
+    return LockHolder(name.host, name.pid, _taken(found), age, stale=_living_holder(found, age) is None)
 
 
 class StoreLock:
@@ -91,7 +91,6 @@ class StoreLock:
         self.holder = ""
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self.holder = json.dumps({**asdict(ProcessName.own()), "taken": time.time_ns()})
         self._take()
         try:
@@ -106,6 +105,10 @@ class StoreLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
+
+    def check(self) -> None:
+        """Raise LostLockError unless the store is still this job's."""
+        check_lock(self._storage, self.holder)
 
     def release(self) -> None:
         """Give the lock back. One that was taken over, or never taken, is another job's, and stays."""
@@ -149,8 +152,9 @@ class StoreLock:
             return
         self._former = _living_holder(found, age)
         if self._former is not None and not self._take_over:
+            since = _since(_taken(found))
             raise BlockingIOError(
-                f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host} "
+                f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host}{since} "
                 f"(last sign of life {age:.0f} s ago); {self._remedy}"
             )
         self._remove(found)
@@ -203,6 +207,16 @@ def _living_holder(found: bytes, age: float) -> ProcessName | None:
         return None
     alive = holder.still_runs if holder.is_local else age <= STALE_SECONDS
     return holder if alive else None
+
+
+def _taken(found: bytes) -> float | None:
+    """Return when a lock says that it was taken, in seconds since 1970; None where it says nothing that can be."""
+    taken = json.loads(found).get("taken")
+    return taken / 1e9 if type(taken) is int and 0 <= taken < _LATEST else None
+
+
+def _since(taken: float | None) -> str:
+    return "" if taken is None else f" since {datetime.fromtimestamp(taken, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 @contextlib.contextmanager

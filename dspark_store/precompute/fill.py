@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import platform
 import time
@@ -45,7 +44,7 @@ from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_counts
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
-from dspark_store.precompute.undo import new_store_undone, retract_broken
+from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
@@ -57,7 +56,6 @@ from dspark_store.writers.recovery import sweep_uncommitted
 from dspark_store.writers.weights import write_weights
 
 _log = logging.getLogger(__name__)
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _SHARDS_A_WORKER = 4
 _NAMES_SHOWN = 5
 
@@ -92,10 +90,11 @@ def fill_store(
     this rank's work, as when another job has taken the store over; what is committed stays.
     """
     try:
-        if job is not None:
-            return _fill_as_leader(world, job, storage, target, smoke=smoke)
-        _fill_as_follower(world, storage, target, smoke=smoke)
-        return None
+        with full_disk_told(storage.root, "what is committed stays: free some, go on with --resume"):
+            if job is not None:
+                return _fill_as_leader(world, job, storage, target, smoke=smoke)
+            _fill_as_follower(world, storage, target, smoke=smoke)
+            return None
     except (LostLockError, LeaseError) as error:
         raise StoppedError(str(error), FAILED) from error
     except DamagedStoreError as error:
@@ -104,13 +103,6 @@ def fill_store(
         advice = remedy(storage)
         told = str(error) if advice in str(error) else f"{error}; {advice}"
         raise DamagedStoreError(f"{told}, then go on with --resume") from error
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise OSError(
-            error.errno,
-            f"no space is left for {storage.root}; what is committed stays: free some, go on with --resume",
-        ) from error
 
 
 def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTarget, *, smoke: bool) -> CaptureReport:

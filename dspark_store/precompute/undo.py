@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from dspark_store.writers.lock import LostLockError, check_lock
 from dspark_store.writers.tokens import sources_key
 
 _MAY_PASS = (OSError, MemoryError, RuntimeError)  # torch's out of memory and broken connections are of the last
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ImportError)
 OWN_FOLDERS = ("ledger", *COLUMNS, "index", "target")
 """Folders at the top of a store, in the order in which they are removed: without its ledger a store is empty."""
@@ -43,6 +45,17 @@ class UnsupervisedError(SourceError):
 
 class TargetError(ValueError):
     """The target cannot be loaded or captured as asked; another one, or other settings, make another store."""
+
+
+@contextmanager
+def full_disk_told(place: Path, what_stays: str) -> Iterator[None]:
+    """Say of a disk that fills up in the block what it was full for, what is not lost, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise OSError(error.errno, f"no space is left for {place}; {what_stays}") from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -32,10 +32,11 @@ class TrainingData:
     validation: CacheLoader | None
 
 
-def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
+def open_data(config: TrainConfig, ranks: Ranks, check: Callable[[], None] = lambda: None) -> TrainingData:
     """Open the store, or load the target that takes its place; all ranks call it together.
 
-    ValueError, OSError or ImportError for what a user can get wrong.
+    ``check`` is called between writes of a live target's tokens, and may raise to stop. ValueError, OSError or
+    ImportError for what a user can get wrong.
     """
     if config.store is not None:
         cache = open_cache(config.store, allow_reduced_depth=config.allow_reduced_depth, threads=config.threads)
@@ -43,7 +44,7 @@ def open_data(config: TrainConfig, ranks: Ranks) -> TrainingData:
         from dspark_store.training.online import open_live  # what runs a target is for those who run one
 
         tokens, cut = Path(config.output_dir) / "tokens", config.allow_reduced_depth
-        cache = open_live(cast(str, config.online), tokens, ranks, allow_reduced_depth=cut)
+        cache = open_live(cast(str, config.online), tokens, ranks, check, allow_reduced_depth=cut)
     check_manifest(cache.manifest, _expected(config))
     layers = config.layers or cache.layer_ids
     train = _loader(config, cache, layers, ranks, "train")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,26 +24,36 @@ class Metrics:
 class Journal:
     """Appends metrics to ``metrics.jsonl`` in a directory. Lines past ``step`` are of a run that was cut off: dropped.
 
-    ImportError when ``tensorboard`` is asked for and not installed.
+    ``check`` is called before anything is written, and may raise to stop. ImportError when ``tensorboard`` is asked for
+    and not installed; ValueError, naming file and line, for a line that no journal wrote.
     """
 
-    def __init__(self, directory: Path, step: int, *, tensorboard: bool = False) -> None:
-        self._board = _board(directory / "tensorboard", step) if tensorboard else None
+    def __init__(
+        self, directory: Path, step: int, *, tensorboard: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check = check
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+        kept = [line for line, metrics in _read(path) if metrics.step <= step] if step else []
+        check()
+        self._board = _board(directory / "tensorboard", step) if tensorboard else None
         temporary = directory / f".{METRICS}.tmp"
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(b"".join(kept))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         """Write the figures of a step; ``kind`` is train or validation."""
+        self._check()
         self._file.write(json.dumps({"kind": kind, "step": step, **figures}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in figures.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+            self._board.flush()
 
     def flush(self) -> None:
         """Make what was written durable, so that no checkpoint is ahead of its metrics."""
@@ -64,26 +74,28 @@ def read_metrics(directory: Path) -> list[Metrics]:
 
     ValueError, naming file and line, for one that no journal wrote.
     """
-    path = directory / METRICS
-    return [_metrics(f"{path}:{number}", line) for number, line in enumerate(_whole_lines(path), 1)]
+    return [metrics for _, metrics in _read(directory / METRICS)]
 
 
-def _metrics(place: str, line: str) -> Metrics:
+def _read(path: Path) -> list[tuple[bytes, Metrics]]:
+    """Return the lines that were written to their end, each as it stands there and as what it says."""
+    if not path.exists():
+        return []
+    *whole, _ = path.read_bytes().split(b"\n")
+    return [(line + b"\n", _metrics(f"{path}:{number}", line)) for number, line in enumerate(whole, 1)]
+
+
+def _metrics(place: str, line: bytes) -> Metrics:
     try:
         fields: dict[str, Any] = json.loads(line)
         kind, step = fields.pop("kind"), fields.pop("step")
-        if kind not in ("train", "validation") or not isinstance(step, int):
+        if kind not in ("train", "validation") or type(step) is not int:
             raise ValueError(f"kind is {kind!r}, step {step!r}")
         return Metrics(kind, step, {name: float(value) for name, value in fields.items()})
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{place} is no line of metrics of a training: {error!r}") from error
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines that were written to their end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{place} is no line of metrics of a training: {error!r}; mend it or remove that line"
+        ) from error
 
 
 def _board(directory: Path, step: int) -> Any:  # noqa: ANN401 - of a package that may not be there

@@ -9,6 +9,7 @@ import operator
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -17,23 +18,27 @@ from torch import Tensor
 from dspark_store.format.metadata import has_store
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.progress import Progress, size_text
+from dspark_store.precompute.undo import full_disk_told, new_folders_undone
 from dspark_store.training.checkpoint import (
     Origin,
     Place,
+    check_checkpoint,
     checkpoints,
     load_checkpoint,
     read_place,
     readable,
     refuse_another,
     save_checkpoint,
+    set_aside,
     step_of,
 )
 from dspark_store.training.data import TrainingData, build_draft, open_data
-from dspark_store.training.journal import Journal
+from dspark_store.training.journal import METRICS, Journal, read_metrics
 from dspark_store.training.learner import Judged, Learner, nothing_judged
 from dspark_store.training.ranks import Ranks, joined_ranks
 from dspark_store.training.schedule import Schedule, warmup_steps
 from dspark_store.training.settings import TrainConfig
+from dspark_store.writers.lock import LostLockError, StoreLock
 
 _log = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
@@ -56,13 +61,54 @@ def train(config: TrainConfig) -> int:
     """Do a training, alone or as one of torchrun's ranks; return the exit code 0.
 
     ValueError, OSError or ImportError for what a user can get wrong, before anything is written;
-    FloatingPointError when a gradient is not finite.
+    DamagedCheckpointError for a checkpoint that is not what was written; LostLockError when another job has taken the
+    directory; FloatingPointError when a gradient is not finite.
     """
     config.check()
-    check_output(Path(config.output_dir))
-    with joined_ranks(config.resolved_device) as ranks:
-        Training(config, ranks, found_checkpoint(config, ranks)).run()
+    output = Path(config.output_dir)
+    check_output(output)
+    with (
+        full_disk_told(output, "checkpoints that are there stay: free some, go on with --resume"),
+        joined_ranks(config.resolved_device) as ranks,
+        held(output, ranks) as hold,
+    ):
+        Training(config, ranks, found_checkpoint(config, ranks), hold).run()
     return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hold:
+    """A training's hold of its directory, by the lock of rank 0; ``heard`` gets a line when that is lost."""
+
+    lock: StoreLock | None = None
+    heard: list[str] = dataclasses.field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise LostLockError if the directory is another job's by now; to be called before every write."""
+        if self.lock is not None:
+            self.lock.check()
+
+    def check_heard(self) -> None:
+        """Raise LostLockError if the heartbeat has found that; asks no disk."""
+        if self.heard:
+            raise LostLockError(self.heard[0])
+
+
+@contextmanager
+def held(output: Path, ranks: Ranks) -> Iterator[Hold]:
+    """Hold a directory for one training; all ranks call it together, rank 0 takes the lock.
+
+    BlockingIOError there, ToldError on the others, when another training has it.
+    """
+    heard: list[str] = []
+    with ExitStack() as stack:
+        with ranks.together():
+            lock = None
+            if ranks.leads:
+                stack.enter_context(new_folders_undone(output))
+                lock = StoreLock(LocalStorage(output), on_lost=heard.append, remedy="wait for it, or end it")
+                stack.enter_context(lock)
+        yield Hold(lock, heard)
 
 
 def check_output(output: Path) -> None:
@@ -75,12 +121,17 @@ def check_output(output: Path) -> None:
 
 
 def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
-    """Return the newest checkpoint to go on from, None where there is none; all ranks call it together.
+    """Return the checkpoint to go on from, the newest or the named one; None where there is none.
 
-    ValueError when there is one and the run is not told to go on, or when ranks find different ones.
+    All ranks call it together. ValueError when there are some and the run is not told to go on, when the named one is
+    not there, or when ranks find different ones; DamagedCheckpointError when it is not what was written.
     """
     found = checkpoints(Path(config.output_dir) / _CHECKPOINTS)
-    own = step_of(found[-1]) if found else None
+    named = config.resume_from
+    chosen = found[-1] if found else None
+    if named is not None:
+        chosen = next((path for path in found if path.name == named), None)
+    own = None if chosen is None else step_of(chosen)
     steps = ranks.gathered(torch.tensor([-1 if own is None else own], device=ranks.device))
     least, most = min(map(int, steps)), max(map(int, steps))
     if least != most:
@@ -88,18 +139,30 @@ def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
             f"ranks find different newest checkpoints in {config.output_dir}, of step {least} and of step {most}, "
             "-1 for none: --output-dir must be on a file system that all of them share"
         )
-    if found and not config.resume:
+    if named is not None and chosen is None:
+        there = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"{config.output_dir} has no checkpoint {named!r} to go on from; there are: {there}")
+    if found and not config.resume and named is None:
         raise ValueError(f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir")
-    return found[-1] if found else None
+    with ranks.together():
+        if ranks.leads and chosen is not None:
+            check_checkpoint(chosen)
+    return chosen
 
 
 class Training:
     """One training on one rank."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, checkpoint: Path | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        checkpoint: Path | None,
+        hold: Hold = Hold(),
+    ) -> None:
         self.config = config
         self.ranks = ranks
-        self.data: TrainingData = open_data(config, ranks)
+        self.data: TrainingData = open_data(config, ranks, hold.check)
         torch.manual_seed(config.seed)
         draft = build_draft(config, self.data)
         self.steps_an_epoch = -(-len(self.data.train) // config.accumulate)
@@ -112,7 +175,10 @@ class Training:
         self._origin = Origin.of(self.data.cache)
         if checkpoint is not None:
             self._go_on(checkpoint)
-        self._journal = self._open_journal()
+        self._hold = hold
+        self._spared: tuple[str, ...] = ()
+        with ranks.together():
+            self._journal = self._open_journal()
 
     def run(self) -> None:
         """Train to the end, and tell what came of it. A training that is there already is left as it is."""
@@ -148,6 +214,7 @@ class Training:
             del batch
             if not ends:
                 continue
+            self._hold.check_heard()
             norm, rate = self.learner.update(pending)
             pending = 0
             self.watch.stepped, began = self.watch.stepped + time.monotonic() - began, time.monotonic()
@@ -209,12 +276,16 @@ class Training:
         return figures
 
     def _checkpoint(self) -> None:
-        place = self._place()
-        if self._journal is not None:
-            self._journal.flush()
-            directory = Path(self.config.output_dir) / _CHECKPOINTS
-            save_checkpoint(directory, self.learner, place, self.config.keep_checkpoints)
-        self.ranks.wait()
+        place, keep = self._place(), self.config.keep_checkpoints
+        with self.ranks.together():
+            if self._journal is not None:
+                self._journal.flush()
+                check = self._hold.check
+                save_checkpoint(self._checkpoints, self.learner, place, keep, spared=self._spared, check=check)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.config.output_dir) / _CHECKPOINTS
 
     def _place(self) -> Place:
         """Return where this training stands; all ranks call it together."""
@@ -245,15 +316,25 @@ class Training:
         return functools.reduce(operator.add, parts) if parts and self.ranks.leads else None
 
     def _open_journal(self) -> Journal | None:
+        """Open the metrics on rank 0; what is later than a named checkpoint is set aside first."""
         if not self.ranks.leads:
             return None
-        return Journal(Path(self.config.output_dir), self.learner.step, tensorboard=self.config.tensorboard)
+        output, step, check = Path(self.config.output_dir), self.learner.step, self._hold.check
+        if self.config.resume_from is not None:
+            past = any(line.step > step for line in read_metrics(output))
+            check()
+            number = set_aside(self._checkpoints, step, [output / METRICS] if past else [])
+            if number is not None:
+                _log.info("what was made after step %d is kept under names that end with .aside-%d", step, number)
+            self._spared = tuple(path.name for path in checkpoints(self._checkpoints))
+        return Journal(output, step, tensorboard=self.config.tensorboard, check=check)
 
     def _settings(self) -> dict[str, object]:
         """Return what decides the course of the training."""
         exempt = {
             "output_dir",
             "resume",
+            "resume_from",
             "device",
             "threads",
             "prefetch_bytes",

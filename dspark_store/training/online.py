@@ -7,7 +7,7 @@ that a training batch does not share; a batch size of 1 in the precompute's file
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -127,8 +127,17 @@ class LiveCache(Cache):
         return read_token_shard(self.storage, self.record, shard)
 
 
-def open_live(file: str, tokens: Path, ranks: Ranks, *, allow_reduced_depth: bool = False) -> LiveCache:
+def open_live(
+    file: str,
+    tokens: Path,
+    ranks: Ranks,
+    check: Callable[[], None] = lambda: None,
+    *,
+    allow_reduced_depth: bool = False,
+) -> LiveCache:
     """Tokenise what a precompute's file names into ``tokens``, load its target on every rank, and return both as one.
+
+    ``check`` is called between writes, and may raise to stop.
 
     Tokens that stand there already are used, if they are of the same job. ``allow_reduced_depth`` is that of
     `open_cache`. ValueError, OSError or ImportError for what a user can get wrong; ValueError for a target that needs
@@ -146,7 +155,7 @@ def open_live(file: str, tokens: Path, ranks: Ranks, *, allow_reduced_depth: boo
             "whole target, or pass --allow-reduced-depth"
         )
     if ranks.leads:
-        _write_tokens(plan_job(config, target), LocalStorage(tokens))
+        _write_tokens(plan_job(config, target), LocalStorage(tokens), check)
     ranks.wait()
     device = ranks.device if ranks.device.type == "cuda" else config.resolved_device
     model = load_target(
@@ -159,7 +168,7 @@ def open_live(file: str, tokens: Path, ranks: Ranks, *, allow_reduced_depth: boo
     return LiveCache(LocalStorage(tokens), LiveTarget(model, device, config.batch_size))
 
 
-def _write_tokens(job: Job, storage: LocalStorage) -> None:
+def _write_tokens(job: Job, storage: LocalStorage, check: Callable[[], None]) -> None:
     if has_store(storage):
         record = read_metadata(storage).record
         check_identity(record, job)
@@ -167,4 +176,4 @@ def _write_tokens(job: Job, storage: LocalStorage) -> None:
         record = job.new_record
         write_metadata(storage, record)
     if record.phase == "tokens":
-        tokenise(storage, record, job.source)
+        tokenise(storage, record, job.source, check)

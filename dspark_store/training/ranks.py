@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(days=1)
 
 
 class ToldError(Exception):
-    """An error, its cause, that another rank has told in the same words."""
+    """An error that another rank tells. Its cause is the same error of this rank, where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,23 @@ class Ranks:
         if self.size > 1:
             dist.barrier()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have all ranks leave a block together; it must not hold other calls that they make together.
+
+        What one of them raises there is raised as ToldError on the others.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failure = error
+        failures = self.total(torch.tensor([failure is not None], dtype=torch.int64, device=self.device))
+        if failure is not None:
+            raise failure
+        if int(failures):
+            raise ToldError("another rank has failed, and tells why")
+
 
 def leads() -> bool:
     """Whether this process is to tell what all ranks would say alike; holds before they have joined, too."""
@@ -87,6 +104,8 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     )
     try:
         yield Ranks(rank, size, device)
+    except ToldError:
+        raise
     except Exception as error:
         if _is_told(store, error):
             raise ToldError(str(error)) from error

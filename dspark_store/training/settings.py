@@ -68,6 +68,9 @@ class TrainConfig:
     checkpoint_every: int = setting("steps between checkpoints; 0 makes one at the end only", 0)
     keep_checkpoints: int = setting("newest checkpoints to keep", 2)
     resume: bool = setting("go on from the newest checkpoint in --output-dir", False)
+    resume_from: str | None = setting(
+        "go on from this checkpoint, step-00000040 say; later ones are kept under other names", None
+    )
     device: str = setting("where the draft trains: cuda where there is one, else cpu", "", metavar="DEVICE")
     dtype: str = setting(
         "what is computed in; weights are fp32; auto is bf16 on CUDA, else fp32",

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -97,27 +95,6 @@ def test_an_empty_place_that_cannot_be_written_is_one_line(job, tmp_path, monkey
     monkeypatch.setattr(LocalObjectWriter, "__init__", read_only)
     assert "Read-only file system" in refused(job(output=tmp_path), capsys, at_once=True)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def mounted(tmp_path):
-    """Mount a file system in memory with the given options, or others when it is mounted already."""
-    place = tmp_path / "mount"
-    place.mkdir()
-
-    def mount(options):
-        remount = "remount," if place.is_mount() else ""
-        command = ["mount", "-t", "tmpfs", "-o", remount + options, "tmpfs", str(place)]
-        finished = subprocess.run(command, capture_output=True, text=True)
-        if finished.returncode:
-            pytest.skip(f"mounting is not allowed here: {finished.stderr.strip()}")
-        return place
-
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("mounting is not allowed here")
-    yield mount
-    if place.is_mount():
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize("size", ["16k", "96k", "224k", "320k"])

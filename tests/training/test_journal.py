@@ -1,8 +1,10 @@
 import json
+import re
 
 import pytest
 
-from dspark_store.training.journal import Journal
+from dspark_store.training.journal import Journal, read_metrics
+from dspark_store.writers.lock import LostLockError
 
 
 def written(directory):
@@ -29,6 +31,51 @@ def test_lines_past_the_step_that_is_gone_on_from_are_dropped_with_one_that_was_
         file.write('{"kind": "train", "st')
     Journal(tmp_path, 2).close()
     assert [line["step"] for line in written(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json",
+        b'{"kind": "train"}',
+        b'{"kind": "train", "step": "1", "loss": 1}',
+        b'{"kind": "train", "step": 2, "loss": [1]}',
+        b'{"kind": "other", "step": 2}',
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"kind": "train", \r "step": }',
+    ],
+)
+def test_a_line_that_no_training_wrote_is_told_with_its_file_and_number(tmp_path, line):
+    journal = Journal(tmp_path, 0)
+    journal.write("train", 1, {"loss": 0.5})
+    journal.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes() + line + b"\n"
+    path.write_bytes(before)
+    for read in (lambda: Journal(tmp_path, 1), lambda: read_metrics(tmp_path)):
+        with pytest.raises(ValueError, match=re.escape(f"{path}:2 is no line of metrics of a training")):
+            read()
+    assert path.read_bytes() == before
+
+
+def test_nothing_is_written_once_the_check_raises(tmp_path):
+    lost: list[bool] = []
+
+    def check():
+        if lost:
+            raise LostLockError("lost")
+
+    journal = Journal(tmp_path, 0, check=check)
+    journal.write("train", 1, {"loss": 0.5})
+    lost.append(True)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for write in (lambda: journal.write("train", 2, {"loss": 0.5}), lambda: Journal(tmp_path, 0, check=check)):
+        with pytest.raises(LostLockError):
+            write()
+    journal.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_training_that_begins_again_leaves_nothing_of_the_one_before_on_the_board(tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from dspark_store.train import main
 from dspark_store.training.checkpoint import checkpoints, save_checkpoint
 from dspark_store.training.learner import Learner
+from dspark_store.writers.lock import LOCK_KEY
 from tests.precompute.jobs import states_of_files
 from tests.training.runs import flags, metrics, run, traced
 
@@ -119,8 +120,8 @@ def test_metrics_of_steps_on_both_sides_of_a_checkpoint_are_those_of_one_run(sto
 def interrupted_after(saves):
     done = []
 
-    def save(*given):
-        done.append(save_checkpoint(*given))
+    def save(*given, **options):
+        done.append(save_checkpoint(*given, **options))
         if len(done) == saves:
             raise KeyboardInterrupt
 
@@ -143,6 +144,7 @@ def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_metrics(store, tmp
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert checkpoints(directory / "checkpoints")[-1].name < "step-00000030", "it ended before it was killed"
+    assert (directory / LOCK_KEY).exists()  # of a process that is gone: taken at once
     assert main(flags(directory, *more, "--resume")) == 0
     assert metrics_so_far(directory) == metrics_so_far(whole)
     assert same(drafts(directory), drafts(whole))

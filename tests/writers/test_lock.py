@@ -58,7 +58,8 @@ def test_a_lock_leaves_nothing_behind(storage):
 
 
 def test_a_second_job_is_refused_by_host_and_process(storage):
-    expected = rf"process {os.getpid()} on {re.escape(socket.gethostname())} \(last sign of life \d+ s ago\)"
+    own = f"process {os.getpid()} on {re.escape(socket.gethostname())}"
+    expected = rf"{own} since 20[-0-9: ]+ UTC \(last sign of life \d+ s ago\)"
     with StoreLock(storage), pytest.raises(BlockingIOError, match=expected), StoreLock(storage):
         pass
 

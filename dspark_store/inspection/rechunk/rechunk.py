@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from dspark_store.inspection.rechunk.copy_size import CopySize, refuse_small_dis
 from dspark_store.inspection.repair.uncommit import in_phase_states
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.progress import Progress, size_text
-from dspark_store.precompute.undo import new_folders_undone, new_store_undone, retract_broken
+from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.weights import TargetWeights, read_weights
@@ -67,6 +66,7 @@ def rechunk(
     refuse_small_disk(new, coming)
     try:
         with (
+            full_disk_told(new.root, "what is committed stays: free some, and run the same command again"),
             new_folders_undone(new.root),
             StoreLock(new, take_over=take_over) as lock,
             new_store_undone(new, lock.holder),
@@ -74,13 +74,6 @@ def rechunk(
             return _fill(cache, CopyTask(old, seal, new, wanted, lock.holder), workers or Workers())
     except LostLockError as error:
         raise BlockingIOError(str(error)) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise OSError(
-            error.errno,
-            f"no space is left for {new}; what is committed stays: free some, and run the same command again",
-        ) from error
     finally:
         open_source.cache_clear()
 
