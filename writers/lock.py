@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +18,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dspark_store.format.damage import IrregularObjectError
+from dspark_store.format.jsonvalue import parse_json
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers.process import ProcessName
 
 LOCK_KEY = ".writer.lock"
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 20
+_LOCK_BYTES = 4096
 _BEAT_SECONDS = 15.0
+_GLANCE_SECONDS = 0.2
+_FUTURE_SECONDS = 2.0
+"""What a heartbeat may be ahead of its file system's clock: what the coarsest of them rounds to."""
 LEAVING_SECONDS = 20.0
 """What all ranks of a job are given to end, from when its first rank has heard that the lock is lost."""
 STALE_SECONDS = 120.0
@@ -29,6 +39,55 @@ _LATEST = 4_000_000_000 * 10**9  # of the year 2096: no lock is older than its s
 
 class LostLockError(RuntimeError):
     """Another job has taken the store over; this one must not write to it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What stands in a lock's place: what it says, nothing where that is no lock, and when its last heartbeat was."""
+
+    content: bytes
+    beat: float
+
+    @classmethod
+    def of(cls, storage: LocalStorage, key: str = LOCK_KEY) -> _Seen | None:
+        """Look at a lock; None where there is none. Only a file is read, by no link, and no more than a lock has."""
+        try:
+            found = storage.path(key).lstat()
+            try:
+                content = storage.read(key, _LOCK_BYTES) if stat.S_ISREG(found.st_mode) else b""
+            except IrregularObjectError:
+                content = b""
+            return cls(content, found.st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def age(self, now: float) -> float:
+        """Return the seconds since the last heartbeat, 0 for one in the future."""
+        return max(0.0, now - self.beat)
+
+    def living(self, now: float) -> ProcessName | None:
+        """Return whose lock this is, if that job lives; what is no lock belongs to nobody."""
+        try:
+            holder = ProcessName.from_json(self.content)
+        except ValueError:
+            return None
+        alive = holder.still_runs if holder.is_local else self.age(now) <= STALE_SECONDS
+        return holder if alive else None
+
+    def dated_in_the_future(self, now: float) -> bool:
+        """Whether it is the lock of a job that only its heartbeat can tell of, and that tells no age."""
+        holder = self.living(now)
+        return holder is not None and not holder.is_local and self.beat > now + _FUTURE_SECONDS
+
+    @property
+    def taken(self) -> float | None:
+        """When the lock was taken, in seconds since 1970; None where it says nothing that can be."""
+        try:
+            fields = parse_json(self.content)
+        except ValueError:
+            return None
+        taken = fields.get("taken") if isinstance(fields, dict) else None
+        return taken / 1e9 if type(taken) is int and 0 <= taken < _LATEST else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +105,37 @@ class LockHolder:
     stale: bool
 
 
-def read_holder(storage: LocalStorage) -> LockHolder | None:
+def read_holder(storage: LocalStorage, *, watch_seconds: float = 0.0) -> LockHolder | None:
     """Return who holds a store, None when nobody does or the lock names nobody; writes nothing.
 
-    So the age is by this host's clock, and not by that of the file system, which `StoreLock` goes by.
+    So the age is by this host's clock, and not by that of the file system, which `StoreLock` goes by. A lock that is
+    dated in the future is watched for ``watch_seconds`` before it is said to be stale or not.
     """
-    path = storage.path(LOCK_KEY)
-    try:
-        found, age = path.read_bytes(), max(0.0, time.time() - path.stat().st_mtime)
-        name = ProcessName.from_json(found)
-    except (FileNotFoundError, ValueError):
+    seen = _Seen.of(storage)
+    if seen is None:
         return None
-    return LockHolder(name.host, name.pid, _taken(found), age, stale=_living_holder(found, age) is None)
+    try:
+        name = ProcessName.from_json(seen.content)
+    except ValueError:
+        return None
+    now = time.time()
+    stale = seen.living(now) is None
+    if watch_seconds and seen.dated_in_the_future(now):
+        stale = _is_silent(storage, seen, watch_seconds, time.sleep)
+    return LockHolder(name.host, name.pid, seen.taken, seen.age(now), stale)
+
+
+def _is_silent(storage: LocalStorage, seen: _Seen, seconds: float, pause: Callable[[float], object]) -> bool:
+    """Watch a lock, and say so; return whether no heartbeat came."""
+    _log.warning(
+        "the lock of %s is dated in the future: watching for up to %.0f s whether its job lives", storage.root, seconds
+    )
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        pause(min(_GLANCE_SECONDS, seconds))
+        if _Seen.of(storage) != seen:
+            return False
+    return True
 
 
 class StoreLock:
@@ -65,9 +143,10 @@ class StoreLock:
 
     The lock names host, process and the process's start time. A lock whose process is gone (same host) or whose
     heartbeat is older than 120 s by the file system's own clock (another host) is taken over; a live one is refused
-    with BlockingIOError naming its holder, unless ``take_over`` says to take that too. ``on_lost`` is told once, on the
-    thread of the heartbeat, when another job has done so. A take-over sleeps with ``pause``, which may raise to stop.
-    ``remedy`` is what a refusal says to do.
+    with BlockingIOError naming its holder, unless ``take_over`` says to take that too. A heartbeat in the future tells
+    no age: the lock is watched for ``watch_seconds``, and taken over if none comes. ``on_lost`` is called once, on the
+    thread of the heartbeat, when another job has taken the lock. Waiting is done with ``pause``, which may raise to
+    stop. ``remedy`` is what a refusal says to do.
     """
 
     def __init__(
@@ -78,6 +157,7 @@ class StoreLock:
         on_lost: Callable[[str], None] | None = None,
         pause: Callable[[float], object] = time.sleep,
         remedy: str = "wait for it, end it, or take over with --take-over",
+        watch_seconds: float = STALE_SECONDS,
     ) -> None:
         self._storage = storage
         self._path = storage.path(LOCK_KEY)
@@ -85,9 +165,12 @@ class StoreLock:
         self._on_lost = on_lost
         self._pause = pause
         self._remedy = remedy
+        self._watch_seconds = watch_seconds
         self._stop = threading.Event()
         self._beat = threading.Thread(target=self._run, name="lock-heartbeat", daemon=True)
         self._former: ProcessName | None = None
+        self._silent: _Seen | None = None
+        self._watched = False
         self.holder = ""
 
     def __enter__(self) -> Self:
@@ -112,20 +195,34 @@ class StoreLock:
 
     def release(self) -> None:
         """Give the lock back. One that was taken over, or never taken, is another job's, and stays."""
-        with contextlib.suppress(FileNotFoundError):
-            if self.holder and self._path.read_bytes() == self.holder.encode():
-                self._path.unlink()
+        seen = _Seen.of(self._storage) if self.holder else None
+        if seen is not None and seen.content == self.holder.encode():
+            self._path.unlink(missing_ok=True)
 
     def _take(self) -> None:
-        for _ in range(3):
-            with contextlib.suppress(FileExistsError):
-                self._storage.put_new(LOCK_KEY, self.holder.encode())
-                return
-            with _one_at_a_time(self._path.parent):
-                self._remove_if_stale()
+        for _ in range(_ATTEMPTS):
+            # whoever holds the store sweeps temporary files, this attempt's too, and may remove a folder that it made
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    self._storage.put_new(LOCK_KEY, self.holder.encode())
+                    return
+                except FileExistsError:
+                    pass
+                self._watch_if_dated_in_the_future()
+                with _one_at_a_time(self._path.parent):
+                    self._remove_if_stale()
         raise BlockingIOError(
-            f"{self._storage.root} could not be locked: another job is starting on it; wait for it, or end it"
+            f"{self._storage.root} could not be locked: other jobs take the lock and give it back; run this again"
         )
+
+    def _watch_if_dated_in_the_future(self) -> None:
+        """Find out whether a job lives whose lock's date tells no age. Once is enough: after a beat it does."""
+        seen = _Seen.of(self._storage)
+        if seen is not None and not self._take_over and not self._watched:
+            now = self._storage.now()
+            self._watched = seen.dated_in_the_future(now)
+            if self._watched and _is_silent(self._storage, seen, self._watch_seconds, self._pause):
+                self._silent = seen
 
     def _end(self) -> None:
         self._stop.set()
@@ -142,38 +239,37 @@ class StoreLock:
                     if self._on_lost is not None:
                         self._on_lost(str(error))
                     return
-                os.utime(self._path)
+                os.utime(self._path, follow_symlinks=False)
 
     def _remove_if_stale(self) -> None:
-        try:
-            found = self._path.read_bytes()
-            age = max(0.0, self._storage.now() - self._path.stat().st_mtime)
-        except FileNotFoundError:
+        seen, now = _Seen.of(self._storage), self._storage.now()
+        if seen is None:
             return
-        self._former = _living_holder(found, age)
+        self._former = None if seen == self._silent else seen.living(now)
         if self._former is not None and not self._take_over:
-            since = _since(_taken(found))
             raise BlockingIOError(
-                f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host}{since} "
-                f"(last sign of life {age:.0f} s ago); {self._remedy}"
+                f"{self._storage.root} is being written by process {self._former.pid} on {self._former.host}"
+                f"{_since(seen.taken)} (last sign of life {seen.age(now):.0f} s ago); {self._remedy}"
             )
-        self._remove(found)
+        self._remove(seen)
 
-    def _remove(self, found: bytes) -> None:
-        """Remove a lock that was read as ``found``. If it is another by now, another job was quicker, and has it back.
+    def _remove(self, seen: _Seen) -> None:
+        """Remove a lock. If it is not as it was ``seen`` any more, put it back: another job won.
 
         Its file system may be one without locks between hosts.
         """
-        grave = self._path.with_name(f"{LOCK_KEY}.{secrets.token_hex(8)}.tmp")
+        stale = self._path.with_name(f"{LOCK_KEY}.{secrets.token_hex(8)}.tmp")
+        if self._path.is_dir() and not self._path.is_symlink():
+            raise IsADirectoryError(f"{self._path} is a folder, and no lock: remove it")
         try:
-            self._path.rename(grave)
+            self._path.rename(stale)
         except FileNotFoundError:
             return
-        removed = grave.read_bytes()
-        if removed != found:
+        removed = _Seen.of(self._storage, stale.name)
+        if removed is not None and removed.content != seen.content:
             with contextlib.suppress(FileExistsError):
-                self._storage.put_new(LOCK_KEY, removed)
-        grave.unlink(missing_ok=True)
+                self._storage.put_new(LOCK_KEY, removed.content)
+        stale.unlink(missing_ok=True)
 
     def _let_the_former_notice(self) -> None:
         """Give a living job that was pushed aside the time to look at the lock and to end: then it writes no more."""
@@ -181,7 +277,7 @@ class StoreLock:
         while self._former is not None and time.monotonic() < deadline:
             if self._former.is_local and not self._former.still_runs:
                 return
-            self._pause(0.2)
+            self._pause(_GLANCE_SECONDS)
 
 
 def check_lock(storage: LocalStorage, holder: str) -> None:
@@ -189,30 +285,11 @@ def check_lock(storage: LocalStorage, holder: str) -> None:
 
     Every rank asks before it makes anything visible, and once more before what commits it.
     """
-    try:
-        found = storage.path(LOCK_KEY).read_bytes()
-    except FileNotFoundError:
-        raise LostLockError(
-            f"{storage.root} was taken over by another job, or its lock was removed; this one ends"
-        ) from None
-    if found != holder.encode():
+    seen = _Seen.of(storage)
+    if seen is None:
+        raise LostLockError(f"{storage.root} was taken over by another job, or its lock was removed; this one ends")
+    if seen.content != holder.encode():
         raise LostLockError(f"{storage.root} was taken over by another job; this one ends")
-
-
-def _living_holder(found: bytes, age: float) -> ProcessName | None:
-    """Return whose lock this is, if that job lives; a lock that is not one belongs to nobody."""
-    try:
-        holder = ProcessName.from_json(found)
-    except ValueError:
-        return None
-    alive = holder.still_runs if holder.is_local else age <= STALE_SECONDS
-    return holder if alive else None
-
-
-def _taken(found: bytes) -> float | None:
-    """Return when a lock says that it was taken, in seconds since 1970; None where it says nothing that can be."""
-    taken = json.loads(found).get("taken")
-    return taken / 1e9 if type(taken) is int and 0 <= taken < _LATEST else None
 
 
 def _since(taken: float | None) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dspark_store.format.jsonvalue import parse_json
+
 _UNKNOWN = "?"
+_PIDS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,12 @@ class ProcessName:
     @classmethod
     def from_json(cls, text: str | bytes) -> ProcessName:
         """Read back what `to_json` returned, whatever else stands beside it; ValueError when it is not there."""
-        try:
-            fields = json.loads(text)
-            return cls(str(fields["host"]), str(fields["space"]), int(fields["pid"]), str(fields["started"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{text!r} names no process") from error
+        fields = parse_json(text.encode() if isinstance(text, str) else text)
+        if isinstance(fields, Mapping):
+            host, space, pid, started = (fields.get(name) for name in ("host", "space", "pid", "started"))
+            if type(pid) is int and 0 < pid < _PIDS and all(isinstance(text, str) for text in (host, space, started)):
+                return cls(str(host), str(space), pid, str(started))
+        raise ValueError(f"{text[:100]!r} names no process")
 
     @property
     def is_local(self) -> bool:

@@ -1,13 +1,18 @@
 """``dspark-store repair``: what it says and how it ends, in stores of any phase."""
 
 import json
+import os
+import time
+from dataclasses import replace
 
 import pytest
 
 from dspark_store.cli import main
 from dspark_store.format.manifest import ATTRIBUTE
 from dspark_store.inspection.repair import repair as repair_module
-from dspark_store.writers.lock import LostLockError
+from dspark_store.inspection.shardwise import Workers
+from dspark_store.writers.lock import LOCK_KEY, LostLockError
+from dspark_store.writers.process import ProcessName
 from tests.stores import build_store, flip
 
 
@@ -64,3 +69,43 @@ def test_a_store_of_another_format_version_is_refused_in_the_readers_words(tmp_p
         (store / name).write_text(json.dumps(root))
     assert main(["repair", str(store)]) == 2
     assert "format_version 2" in capsys.readouterr().err
+
+
+def lock_of(store, age, **process):
+    """Put down the lock of another process with a heartbeat of so many seconds ago."""
+    lock = store / LOCK_KEY
+    lock.write_text(replace(ProcessName.own(), **process).to_json())
+    then = time.time() - age
+    os.utime(lock, (then, then))
+    return lock
+
+
+DEAD = {
+    "of a process of this host that is gone": (0, {"started": "1"}),
+    "silent": (1000, {"host": "elsewhere"}),
+    "dated in the future": (-(10**6), {"host": "elsewhere"}),
+}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(("age", "process"), DEAD.values(), ids=DEAD)
+def test_a_dead_lock_keeps_nobody_from_repairing(tmp_path, age, process, dry_run):
+    store = build_store(tmp_path / "store").path
+    flip(store / "target_hidden_states" / "c.1.0.0", 30)
+    lock = lock_of(store, age, **process)
+    plan = repair_module.repair(str(store), Workers(), dry_run=dry_run, watch_seconds=0.01)
+    assert not plan.empty
+    assert lock.exists() == dry_run
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+@pytest.mark.parametrize("process", [{}, {"host": "elsewhere"}])
+def test_the_lock_of_a_living_job_is_respected(tmp_path, capsys, words, process):
+    store = build_store(tmp_path / "store").path
+    flip(store / "target_hidden_states" / "c.1.0.0", 30)
+    lock_of(store, 0, **process)
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    assert main(["repair", str(store), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"is being written by process {os.getpid()} on {process.get('host', ProcessName.own().host)}" in line
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before

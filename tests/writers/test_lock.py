@@ -164,17 +164,183 @@ def test_of_two_containers_with_one_host_name_each_respects_the_others_lock(stor
         pass
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"3", b'{"host": "elsewhere"}', b"\xff\xfe"])
-def test_what_is_no_lock_is_taken_over(storage, content):
+OWN = json.loads(ProcessName.own().to_json())
+NO_LOCKS = {
+    "empty": b"",
+    "a bracket": b"{",
+    "a number": b"3",
+    "half of it": b'{"host": "elsewhere"}',
+    "not UTF-8": b"\xff\xfe",
+    "brackets": b"[" * 100_000,
+    "large": b" " * 4096 + json.dumps(OWN).encode(),
+    "infinite": json.dumps({**OWN, "host": "elsewhere"}).replace(str(OWN["pid"]), "1e999").encode(),
+    "no number": json.dumps({**OWN, "pid": True}).encode(),
+    "below all": json.dumps({**OWN, "pid": -1}).encode(),
+    "above all": json.dumps({**OWN, "pid": 10**30}).encode(),
+    "no text": json.dumps({**OWN, "host": 1}).encode(),
+    "a surrogate": json.dumps({**OWN, "host": "\ud800"}).encode(),
+}
+
+
+@pytest.mark.parametrize("content", NO_LOCKS.values(), ids=NO_LOCKS)
+def test_what_is_no_lock_names_nobody_and_is_taken_over(storage, content):
     storage.put(LOCK_KEY, content)
+    assert read_holder(storage) is None
     with StoreLock(storage):
         check_lock(storage, storage.read(LOCK_KEY).decode())
+    assert files(storage) == []
 
 
-def test_a_lock_from_the_future_has_no_negative_age(storage):
-    leave_lock(storage, host="elsewhere", age=-50)
-    with pytest.raises(BlockingIOError, match="sign of life 0 s ago"), StoreLock(storage):
+@pytest.mark.parametrize("kind", ["fifo", "link", "link to a file", "link to a lock"])
+def test_what_is_no_file_is_no_lock_and_is_not_followed(storage, tmp_path, kind):
+    storage.root.mkdir()
+    target = tmp_path / "target"
+    if kind == "fifo":
+        os.mkfifo(storage.path(LOCK_KEY))
+    else:
+        storage.path(LOCK_KEY).symlink_to(target)
+    if kind.startswith("link to"):
+        target.write_text(json.dumps({**OWN, "host": "elsewhere"}) if kind == "link to a lock" else "mine")
+    before = target.read_bytes() if target.exists() else None
+    assert read_holder(storage) is None
+    with StoreLock(storage) as lock:
+        lock.check()
+    assert files(storage) == []
+    assert (target.read_bytes() if target.exists() else None) == before
+
+
+def test_a_lock_that_became_a_link_is_lost(storage, tmp_path):
+    with StoreLock(storage) as lock:
+        storage.path(LOCK_KEY).replace(tmp_path / "moved")
+        storage.path(LOCK_KEY).symlink_to(tmp_path / "moved")
+        with pytest.raises(LostLockError):
+            lock.check()
+    assert (tmp_path / "moved").exists()
+
+
+def test_a_folder_in_the_place_of_a_lock_is_told(storage):
+    storage.path(LOCK_KEY).mkdir(parents=True)
+    assert read_holder(storage) is None
+    with pytest.raises(IsADirectoryError, match="is a folder, and no lock: remove it"), StoreLock(storage):
         pass
+    assert files(storage) == [LOCK_KEY]
+
+
+@pytest.mark.parametrize("taken", [10**40, -1, True, "now", 1.5, None])
+def test_a_lock_may_say_any_time_that_it_was_taken_at(storage, taken):
+    storage.put(LOCK_KEY, json.dumps({**OWN, "taken": taken}).encode())
+    holder = read_holder(storage)
+    assert holder is not None
+    assert holder.taken is None
+    with pytest.raises(BlockingIOError, match=r"on \S+ \(last sign of life"), StoreLock(storage):
+        pass
+
+
+FUTURE = -3600.0
+
+
+def test_a_lock_from_the_future_is_taken_when_no_heartbeat_comes(storage, caplog):
+    leave_lock(storage, host="elsewhere", age=FUTURE)
+    for watch_seconds, stale in ((0.0, False), (0.01, True)):
+        holder = read_holder(storage, watch_seconds=watch_seconds)
+        assert holder is not None
+        assert holder.stale == stale
+    caplog.clear()
+    with StoreLock(storage, watch_seconds=0.01) as lock:
+        lock.check()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the lock of {storage.root} is dated in the future: watching for up to")
+
+
+@pytest.mark.parametrize("step", [0, 5, -3000])
+def test_a_lock_from_the_future_is_respected_when_a_heartbeat_comes(storage, step):
+    leave_lock(storage, host="elsewhere", age=FUTURE)
+    beats = []
+
+    def beat(seconds):
+        beats.append(seconds)
+        then = storage.now() - FUTURE + step
+        os.utime(storage.path(LOCK_KEY), (then, then))
+
+    with pytest.raises(BlockingIOError, match="on elsewhere"), StoreLock(storage, watch_seconds=60, pause=beat):
+        pass
+    assert len(beats) == 1  # it is watched once, and no longer than until the beat
+
+
+def test_a_lock_that_another_job_takes_while_it_is_watched_is_respected(storage):
+    leave_lock(storage, host="elsewhere", age=FUTURE)
+
+    def take(seconds):
+        leave_lock(storage, host="third")
+
+    with pytest.raises(BlockingIOError, match="on third"), StoreLock(storage, watch_seconds=60, pause=take):
+        pass
+
+
+def never(seconds):
+    raise AssertionError("there is nothing to wait for")
+
+
+def test_a_process_of_this_host_is_asked_and_not_watched(storage):
+    leave_lock(storage, started=process_module._started(os.getpid()), age=FUTURE)
+    with pytest.raises(BlockingIOError), StoreLock(storage, pause=never):
+        pass
+    leave_lock(storage, pid=ended_process(), age=FUTURE)
+    with StoreLock(storage, pause=never):
+        pass
+
+
+@pytest.mark.parametrize("what", ["its file", "its folder"])
+def test_whose_attempt_is_swept_away_is_told_who_writes(storage, monkeypatch, what):
+    """Whoever takes the store in that instant removes temporary files, the attempts of others too."""
+    link = os.link
+
+    def late(*given, **options):
+        monkeypatch.undo()
+        storage.sweep()
+        if what == "its folder":
+            storage.root.rmdir()
+        leave_lock(storage, started=process_module._started(os.getpid()))
+        link(*given, **options)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(BlockingIOError, match=f"is being written by process {os.getpid()}"), StoreLock(storage):
+        pass
+
+
+def test_a_stale_lock_that_is_swept_while_it_is_removed_is_gone(storage, monkeypatch):
+    leave_lock(storage, pid=ended_process())
+    rename = os.rename
+
+    def swept(*given, **options):
+        rename(*given, **options)
+        storage.sweep()
+
+    monkeypatch.setattr(os, "rename", swept)
+    with StoreLock(storage) as lock:
+        lock.check()
+
+
+def test_jobs_that_take_sweep_and_release_only_ever_refuse_each_other_by_name(storage):
+    start, held, refused = threading.Barrier(4), [], []
+
+    def work():
+        start.wait()
+        for _ in range(15):
+            try:
+                with StoreLock(storage):
+                    storage.sweep()
+                    held.append(1)
+            except BlockingIOError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) + len(refused) == 60
+    assert [line for line in refused if "is being written by process" not in line] == []
 
 
 def test_a_live_lock_is_taken_over_when_told_and_its_holder_hears_of_it_once(storage, monkeypatch):
@@ -266,11 +432,12 @@ def test_a_stale_lock_that_another_job_replaced_in_the_meantime_is_given_back(st
     leave_lock(storage, pid=ended_process())
     fresh = json.dumps(asdict(replace(ProcessName.own(), host="elsewhere"))).encode()
 
-    def replaced(found, age):
-        storage.put(LOCK_KEY, fresh)
+    def replaced(process):
         monkeypatch.undo()
+        storage.put(LOCK_KEY, fresh)
+        return False
 
-    monkeypatch.setattr(lock_module, "_living_holder", replaced)
+    monkeypatch.setattr(ProcessName, "still_runs", property(replaced))
     with pytest.raises(BlockingIOError, match="on elsewhere"), StoreLock(storage):
         pass
     assert storage.read(LOCK_KEY) == fresh

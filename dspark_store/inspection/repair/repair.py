@@ -24,7 +24,7 @@ from dspark_store.readers.checks.listing import check_strays, is_object_name
 from dspark_store.readers.checks.shard import ShardCheck, open_view
 from dspark_store.readers.checks.view import StoreView
 from dspark_store.writers.ledgers import state_ledger
-from dspark_store.writers.lock import LostLockError, StoreLock, check_lock, read_holder
+from dspark_store.writers.lock import STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder
 
 _WAIT = "wait for it, or end it"
 
@@ -79,20 +79,22 @@ def _refuse_no_store(storage: LocalStorage) -> None:
         raise FileNotFoundError(f"{storage} holds no dspark-store: there is neither {ROOT_KEY} nor an array of one")
 
 
-def repair(root: str, workers: Workers, *, dry_run: bool = False) -> RepairPlan:
+def repair(root: str, workers: Workers, *, dry_run: bool = False, watch_seconds: float = STALE_SECONDS) -> RepairPlan:
     """Repair the store at ``root``, under its lock, or only say what would be done; return the plan that was made.
+
+    The lock of a job that is gone is taken over; ``watch_seconds`` is what `StoreLock` says.
 
     BlockingIOError when a job is writing to the store, and what `plan_repair` raises.
     """
     storage = LocalStorage(root)
     _refuse_no_store(storage)
     if dry_run:
-        writer = read_holder(storage)
+        writer = read_holder(storage, watch_seconds=watch_seconds)
         if writer is not None and not writer.stale:
             raise BlockingIOError(f"{root} is being written by process {writer.pid} on {writer.host}; {_WAIT}")
         return plan_repair(root, workers)
     try:
-        with StoreLock(storage, remedy=_WAIT) as lock:
+        with StoreLock(storage, remedy=_WAIT, watch_seconds=watch_seconds) as lock:
             plan = plan_repair(root, workers)
             plan.apply(storage, partial(check_lock, storage, lock.holder))
     except LostLockError as error:
