@@ -1,4 +1,5 @@
 import logging
+import shutil
 
 import pytest
 
@@ -134,3 +135,16 @@ def test_an_error_of_a_kind_that_nobody_foresaw_is_one_line_too(trained, capsys,
     monkeypatch.setattr(command, "load_target", fail)
     assert main(flags(trained)) == 3
     assert capsys.readouterr().err.splitlines()[-1] == "error: RuntimeError: CUDA out of memory"
+
+
+@pytest.mark.parametrize("name", ["draft.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_not_tried_out(trained, tmp_path, capsys, name):
+    target, store, draft = trained
+    copy = shutil.copytree(draft, tmp_path / "draft")
+    path = copy / "checkpoints" / "step-00000003" / name
+    content = bytearray(path.read_bytes())
+    content[-12] ^= 1
+    path.write_bytes(content)
+    assert main(flags((target, store, copy))) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"{path.parent} is damaged: {name} is not what was written" in line
