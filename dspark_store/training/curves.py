@@ -94,4 +94,4 @@ def _finish(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(below)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8).set_in_layout(False)  # long names of directories would squeeze the axes to nothing

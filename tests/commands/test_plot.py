@@ -146,3 +146,11 @@ def test_without_matplotlib_the_extra_is_named(draft, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["plot", str(draft)]) == 2
     assert "pip install 'dspark-store[plot]'" in capsys.readouterr().err
+
+
+def test_long_names_of_directories_leave_room_for_the_curves(tmp_path, figures):
+    trainings = [tmp_path / (letter * 200) for letter in "ab"]
+    for training in trainings:
+        write_metrics(training, [line("train", 1), line("train", 2)])
+    assert main(["plot", *map(str, trainings), "--output", str(tmp_path / "curves.png")]) == 0
+    assert min(panel.get_window_extent().width for panel in figures[0].axes) > 100
