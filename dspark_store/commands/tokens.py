@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TextIO
 
@@ -12,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dspark_store.commands.terminal import Colours, decoder, masked_text
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata
 from dspark_store.format.storage import LocalStorage
@@ -20,6 +22,7 @@ from dspark_store.precompute.config import add_flags
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
 from dspark_store.sources.blend import Blend
+from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.identity import chat_rules, chat_template_sha256, tokenizer_sha256
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values, options_of
 from dspark_store.sources.registry import build_source
@@ -76,7 +79,7 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
         return 0
     if not given.data or not given.model:
         raise ValueError(f"required but not given: {'--target-model' if given.data else 'the data'}")
-    tokenizer, source = _open(given, options_of(given))
+    tokenizer, source = _open(given, options_of(given), out)
     if given.report:
         _print_report(source, out)
         options = options_of(given)
@@ -99,7 +102,9 @@ def _vocab_size(target: TargetSource, tokenizer: PreTrainedTokenizerBase) -> int
         return len(tokenizer)
 
 
-def _open(given: argparse.Namespace, options: ChatOptions) -> tuple[PreTrainedTokenizerBase, Source]:
+def _open(
+    given: argparse.Namespace, options: ChatOptions, out: TextIO, recorded: Mapping[str, JsonValue] | None = None
+) -> tuple[PreTrainedTokenizerBase, Source]:
     """Return the target's tokenizer, with the chat template that is asked for, and the source."""
     target = TargetSource(given.model, given.trust_remote_code)
     tokenizer = load_tokenizer(target)
@@ -119,9 +124,24 @@ def _open(given: argparse.Namespace, options: ChatOptions) -> tuple[PreTrainedTo
         shuffle_seed=given.shuffle_seed,
         max_samples=given.max_samples,
         num_workers=given.num_workers if reads_all else 0,
+        recorded=recorded,
         **option_values(options),
     )
-    return tokenizer, build_source(parse_source(read_words(given.data)), context)
+    source = build_source(parse_source(read_words(given.data)), context)
+    if context.template_date is None and context.today in _dates(source):
+        print(
+            f"the chat template asks the clock, and is told today's date, {context.today}; a store keeps the date "
+            "of its first run, or --template-date\n",
+            file=out,
+        )
+    return tokenizer, source
+
+
+def _dates(source: Source) -> set[str | None]:
+    """Return the dates that the templates of a source, or of a blend's parts, are told."""
+    if isinstance(source, Blend):
+        return {date for part in source.parts for date in _dates(part.source)}
+    return {source.template_date} if isinstance(source, ChatSource) else set()
 
 
 def _compare(given: argparse.Namespace, out: TextIO) -> None:
@@ -129,7 +149,9 @@ def _compare(given: argparse.Namespace, out: TextIO) -> None:
     storage = LocalStorage(given.compare)
     record = read_metadata(storage).record
     options = _as_stored(given, record)
-    tokenizer, source = _open(given, options)
+    made_from = record.manifest["source"]
+    dated = made_from if isinstance(made_from, Mapping) and 1 not in chat_rules(made_from) else None  # rule 1 kept none
+    tokenizer, source = _open(given, options, out, dated)
     _check_same(record, source, tokenizer, given.compare)
     counted = Counter[str]()
     shown: list[TokenPair] = []

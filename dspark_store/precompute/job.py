@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -129,9 +130,12 @@ def describe_target(config: PrecomputeConfig) -> TargetDescription:
     return TargetDescription(source, model_type, target_config, depth, num_layers)
 
 
-def plan_job(config: PrecomputeConfig, target: TargetDescription | None = None) -> Job:
+def plan_job(
+    config: PrecomputeConfig, target: TargetDescription | None = None, recorded: StoreRecord | None = None
+) -> Job:
     """Read what is cheap: the target's description, if it is not given, its tokenizer, the source's rows and hash.
 
+    ``recorded`` is the store that is gone on with, whose date for chat templates is used again.
     ValueError, FileNotFoundError or ImportError for whatever a user can get wrong.
     """
     target = target or describe_target(config)
@@ -142,7 +146,8 @@ def plan_job(config: PrecomputeConfig, target: TargetDescription | None = None) 
     check_fits(target.config, config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
     apply_chat_template_option(tokenizer, config.chat_template)
     vocab_size = int(target.text.vocab_size)
-    source = build_source(parse_source(config.input_data), _source_context(config, tokenizer, vocab_size))
+    context = _source_context(config, tokenizer, vocab_size, recorded)
+    source = build_source(parse_source(config.input_data), context)
     schema = _new_schema(config, target.text, layer_ids, source)
     identity: dict[str, JsonValue] = {
         **_upstream_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer)),
@@ -163,7 +168,10 @@ def plan_job(config: PrecomputeConfig, target: TargetDescription | None = None) 
     return Job(config, target, source, record)
 
 
-def _source_context(config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SourceContext:
+def _source_context(
+    config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, recorded: StoreRecord | None
+) -> SourceContext:
+    before = None if recorded is None else recorded.manifest.get("source")
     return SourceContext(
         seq_length=config.seq_length,
         load_tokenizer=lambda: tokenizer,
@@ -173,6 +181,7 @@ def _source_context(config: PrecomputeConfig, tokenizer: PreTrainedTokenizerBase
         seed=42 if config.shuffle_seed is None else config.shuffle_seed,
         max_samples=config.max_samples,
         num_workers=config.num_workers,
+        recorded=before if isinstance(before, Mapping) else None,
         **option_values(config),
     )
 

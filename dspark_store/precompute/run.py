@@ -42,7 +42,8 @@ def run(config: PrecomputeConfig) -> int:
         if config.estimate:
             if world.leads:
                 storage = LocalStorage(config.output_dir)
-                _print_estimate(plan_job(config), storage, existing_record(storage, resume=True))
+                recorded = existing_record(storage, resume=True)
+                _print_estimate(plan_job(config, recorded=recorded), storage, recorded)
             return 0
         return _lead(config, world) if world.leads else _follow(config, world)
 
@@ -50,7 +51,7 @@ def run(config: PrecomputeConfig) -> int:
 def _lead(config: PrecomputeConfig, world: World) -> int:
     storage = LocalStorage(config.output_dir)
     recorded = existing_record(storage, resume=config.resume)
-    job = plan_job(config)
+    job = plan_job(config, recorded=recorded)
     shape = plan_target(config, world.size, job.target)
     if recorded is not None:
         check_identity(recorded, job)

@@ -1,9 +1,9 @@
 """Rows of conversations, or of tokens, as a source of samples."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.report import SourceReport
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.template import todays_date
 from dspark_store.sources.workers import encode_here, encode_in_workers
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class ChatSource:
         subset: str | None = None,
         vocab_size: int | None = None,
         limits: RenderLimits = DEFAULT_LIMITS,
+        today: str | None = None,
+        recorded: Mapping[str, JsonValue] | None = None,
     ) -> None:
         """Open the data and check the options.
 
@@ -66,6 +69,9 @@ class ChatSource:
             subset: the configuration of a dataset on the hub.
             vocab_size: ids of rows that are tokens already must be below it.
             limits: what rendering one row may take.
+            today: YYYY-MM-DD, the date for templates that ask the clock where neither the options nor `recorded` have
+                one; None for the system's.
+            recorded: the identity of this source in the store that is gone on with.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -77,7 +83,6 @@ class ChatSource:
         options.check_options()
         if options.truncation_side is None:
             options = replace(options, truncation_side="right" if tokenizer is None else tokenizer.truncation_side)
-        self._options = options
         self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size, limits)
         self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
@@ -88,6 +93,7 @@ class ChatSource:
         self._gives_each_row = _gives_each_row(options)
         self._parts = _PARTS if options.over_long == "split" else 1
         self._report = SourceReport()
+        self._options = options = self._dated(options, today, recorded)
         self._identity: dict[str, JsonValue] = {
             **({"type": "tokens"} if tokenizer is None else {"type": "chat", "rule": CHAT_RULE}),
             "content_sha256": self._data.content_sha256,
@@ -96,6 +102,11 @@ class ChatSource:
             "max_samples": max_samples,
             **options_identity(options),
         }
+
+    @property
+    def template_date(self) -> str | None:
+        """The date that the template is told, YYYY-MM-DD; None where no row makes it ask the clock."""
+        return cast("str | None", self._settings.options.template_date)
 
     def identity(self) -> dict[str, JsonValue]:
         """Return what decides the samples beside the tokenizer, its template and `seq_length`."""
@@ -157,6 +168,33 @@ class ChatSource:
             reason = "longer than seq_length" if encoded.cut.dropped else "fewer supervised tokens than min_supervised"
             raise SourceError(f"{self.where(record)}: the row is left out ({reason})")
         return next(self._samples(record, encoded, 0))
+
+    def _dated(self, options: ChatOptions, today: str | None, recorded: Mapping[str, JsonValue] | None) -> ChatOptions:
+        """Return the options with the date that the template is told, and make the encoder that tells it.
+
+        It is None where no row makes the template ask. A store that is gone on with has decided that.
+        """
+        given = None if options.template_date is None else str(options.template_date)
+        if given is None and recorded is not None:
+            date = cast("str | None", recorded.get("template_date"))
+        else:
+            date = given or today or todays_date()
+            date = date if self._asks_clock(replace(options, template_date=date)) else None
+        if given is not None and date is None:
+            logger.info("template_date %s changes nothing: no row makes the chat template ask the clock", given)
+        options = replace(options, template_date=date)
+        self._settings = replace(self._settings, options=options)
+        self._encoder = Encoder(self._settings)
+        return options
+
+    def _asks_clock(self, options: ChatOptions) -> bool:
+        """Tell whether any row makes the template ask the clock; rows are rendered until one does."""
+        if not self._encoder.may_ask_clock:
+            return False
+        asking = Encoder(replace(self._settings, options=options))
+        asked = any(map(asking.asks_clock, self._tasks(0)))
+        self._data.close()
+        return asked
 
     def _read(self, first: int, part: int) -> Iterator[Sample]:
         allowed = self._options.max_refused * len(self)

@@ -38,6 +38,8 @@ def build_chat(
         num_workers=context.num_workers,
         subset=subset,
         vocab_size=context.vocab_size,
+        today=context.today,
+        recorded=context.recorded,
     )
 
 

@@ -77,7 +77,10 @@ class Encoder:
         self._settings = settings
         self._cutting = settings.cutting
         self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
-        self._renderer = None if settings.tokenizer is None else Renderer(settings.tokenizer, limits=settings.limits)
+        date = None if settings.options.template_date is None else str(settings.options.template_date)
+        self._renderer: Renderer | None = None
+        if settings.tokenizer is not None:
+            self._renderer = Renderer(settings.tokenizer, date=date, limits=settings.limits)
 
     def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
         """Return what becomes of each row, up to one that is fatal."""
@@ -100,6 +103,28 @@ class Encoder:
             elif isinstance(row.content, tuple):
                 encoded.append(self._cut(*row.content, row.replaced, []))
         return encoded
+
+    @property
+    def may_ask_clock(self) -> bool:
+        """Whether some row can make the template ask the clock."""
+        return self._renderer is not None and self._renderer.may_ask_clock
+
+    def asks_clock(self, rows: Sequence[RowData]) -> bool:
+        """Tell whether the template asks the clock for any of the rows; a date must be given."""
+        return any(map(self._asks_clock, rows))
+
+    def _asks_clock(self, data: RowData) -> bool:
+        renderer = self._renderer
+        if renderer is None:
+            return False
+        try:
+            row, _ = parse_row(data)
+            if row.get("input_ids") is not None:
+                return False
+            conversation = read_conversation(row)
+            return run_limited(lambda: renderer.asks_clock(conversation), renderer.limits.seconds)
+        except (SourceError, ProcessorTimeError):  # told when the row is encoded
+            return False
 
     def _read(self, data: RowData) -> "_Read":
         try:

@@ -1,5 +1,6 @@
 """The options of conversations: what a job, one source and `dspark-store tokens` can say alike, defined once."""
 
+import datetime as dt
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -57,11 +58,17 @@ class ChatOptions(RowOptions):
         mask_headers: do not supervise the role headers of assistant messages, where the template has no generation
             tags.
         mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
+        template_date: YYYY-MM-DD, for templates that ask the clock; None: today's, and that of the first run ever
+            after.
 
     """
 
     mask_headers: bool = _option(False, "do not supervise the role headers of assistant messages")
     mask_reasoning_content: bool = _option(False, "do not supervise reasoning_content")
+
+    template_date: str | dt.date | None = _option(  # noqa: RUF009 - it makes a field, as all of these do
+        None, "the date, YYYY-MM-DD, for a chat template that asks the clock: that of the first run if not given"
+    )
 
     def check_options(self) -> None:
         """Raise SourceError naming the first option that cannot be."""
@@ -71,8 +78,17 @@ class ChatOptions(RowOptions):
                 raise SourceError(f"{option.name} is {value!r}; expected one of {', '.join(choices)}")
         if not 0 <= self.max_refused <= 1:
             raise SourceError(f"max_refused is {self.max_refused}; expected a share from 0 to 1")
+        if self.template_date is not None and not _is_date(str(self.template_date)):
+            raise SourceError(f"template_date is {str(self.template_date)!r}; expected a date, YYYY-MM-DD")
         if self.min_supervised < 0:
             raise SourceError(f"min_supervised is {self.min_supervised}; expected 0 or more")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return dt.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 DEFAULT_OPTIONS = ChatOptions()

@@ -2,11 +2,12 @@
 
 import glob
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.blend import Blend, Part
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.schedules import megatron_requests
@@ -36,9 +37,10 @@ def build_blend(
             _log.warning("part %r of the blend has weight 0 and is left out", name)
     wanted = _wanted(schedule, samples, [part.weight for _, part in weighed])
     inner = replace(context, max_samples=None, num_workers=_workers_each(context.num_workers, len(weighed)))
+    recorded = _recorded_parts(context.recorded, len(weighed))
     parts = [
-        Part(name, build_source(part.source, replace(inner, num_samples=count)), part.weight)
-        for (name, part), count in zip(weighed, wanted, strict=True)
+        Part(name, build_source(part.source, replace(inner, num_samples=count, recorded=before)), part.weight)
+        for (name, part), count, before in zip(weighed, wanted, recorded, strict=True)
     ]
     blend = Blend(
         parts,
@@ -50,6 +52,15 @@ def build_blend(
     for share in blend.shares():
         _log.info("%s", share)
     return blend
+
+
+def _recorded_parts(recorded: Mapping[str, JsonValue] | None, count: int) -> Sequence[Mapping[str, JsonValue] | None]:
+    """Return the identities of the parts in the store that is gone on with: None in a new one."""
+    if recorded is None:
+        return [None] * count
+    parts = recorded.get("parts")
+    known = parts if isinstance(parts, list) and len(parts) == count else [{}] * count  # {}: another blend, refused yet
+    return [part if isinstance(part, Mapping) else {} for part in known]
 
 
 def _wanted(schedule: str, samples: int | None, weights: Sequence[float | None]) -> list[int | None]:

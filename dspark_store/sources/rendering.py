@@ -1,5 +1,6 @@
 """A tokenizer and its chat template as one thing: conversations to text, text to tokens."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.limits import ProcessorTimeError, run_limited
 from dspark_store.sources.marks import Span
-from dspark_store.sources.messages import Message, fold_system_message
+from dspark_store.sources.messages import Conversation, Message, fold_system_message
 from dspark_store.sources.seams import TemplateMemory
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.template import (
+    CLOCK,
     MAX_TEXT_BYTES,
     RENDER_ERRORS,
+    Clock,
     LimitedTemplate,
     TextLimitError,
     has_generation_tags,
+    may_ask_clock,
     refuses_system_role,
     require_chat_template,
 )
@@ -94,6 +98,7 @@ class Renderer:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         template_kwargs: Mapping[str, JsonValue] | None = None,
+        date: str | None = None,
         limits: RenderLimits = DEFAULT_LIMITS,
     ) -> None:
         """Look at the template once.
@@ -101,6 +106,7 @@ class Renderer:
         Args:
             tokenizer: with a chat template.
             template_kwargs: variables for the template in every render; those of a conversation win over them.
+            date: YYYY-MM-DD, what a template that asks the clock is told; None: today's.
             limits: what one row may take.
 
         Raises:
@@ -110,6 +116,9 @@ class Renderer:
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._clock = None if date is None else Clock(date)
+        if self._clock is not None:
+            self._variables[CLOCK] = self._clock
         self._has_offsets = bool(tokenizer.is_fast)
         self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
         self._special_tokens = sorted((text for text in tokenizer.get_added_vocab() if text), key=len, reverse=True)
@@ -186,6 +195,20 @@ class Renderer:
         """Return the text of a conversation and the stretches of it inside the template's generation tags."""
         return self._rendered(messages, tools, template_kwargs, tagged=True)
 
+    def asks_clock(self, conversation: Conversation) -> bool:
+        """Tell whether the template asks the clock for a conversation, which it may refuse; a date must be given."""
+        if self._clock is None or not self.may_ask_clock:
+            return False
+        self._clock.asked = False
+        with contextlib.suppress(SourceError):
+            self.render(self.prepare(conversation.messages), conversation.tools, conversation.template_kwargs)
+        return self._clock.asked
+
+    @property
+    def may_ask_clock(self) -> bool:
+        """Whether some conversation can make the template ask the clock."""
+        return any(map(may_ask_clock, self._all_templates()))
+
     def tokenise(self, texts: list[str]) -> list[Tokens]:
         """Tokenise rendered texts, all in one call of the tokenizer."""
         if not texts:
@@ -248,10 +271,13 @@ class Renderer:
             self._templates[with_tools] = template
         return self._templates[with_tools]
 
-    def _refuse_broken_templates(self) -> None:
+    def _all_templates(self) -> list[str]:
         template = self.tokenizer.chat_template
-        for text in template.values() if isinstance(template, dict) else [template]:
-            has_generation_tags(str(text))
+        return [str(text) for text in (template.values() if isinstance(template, dict) else [template])]
+
+    def _refuse_broken_templates(self) -> None:
+        for text in self._all_templates():
+            has_generation_tags(text)
 
     def _generation_prompt(self, template_kwargs: Mapping[str, JsonValue] | None) -> str:
         """Return what the template writes to have the assistant speak; "" if it has no such prompt."""

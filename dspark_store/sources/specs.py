@@ -15,6 +15,7 @@ import yaml
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import SourceError
+from dspark_store.sources.template import todays_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,8 @@ class SourceContext(ChatOptions):
         max_samples: at most this many records, after shuffle and split; of a blend as a whole.
         num_samples: records wanted of a source that can give any number of them; None for what it has.
         num_workers: processes that tokenise; 0 for this one.
+        today: YYYY-MM-DD, which is one date for all sources of a job.
+        recorded: the identity of the source in the store that is gone on with; None for a new one.
 
     """
 
@@ -71,8 +74,12 @@ class SourceContext(ChatOptions):
     max_samples: int | None = None
     num_samples: int | None = None
     num_workers: int = 0
+    today: str = ""
+    recorded: Mapping[str, JsonValue] | None = None
 
     def __post_init__(self) -> None:
+        if not self.today:
+            object.__setattr__(self, "today", todays_date())
         if self.load_tokenizer is not None:
             object.__setattr__(self, "load_tokenizer", cache(self.load_tokenizer))
 

@@ -1,15 +1,17 @@
 """Chat templates: which one is meant, and what it can do."""
 
+import datetime as dt
 import json
 import logging
 import operator
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -28,6 +30,8 @@ RENDER_ERRORS = (
 )
 MAX_TEXT_BYTES = 32 * 2**20
 _MAX_BITS = 2**20  # of a number
+CLOCK = "strftime_now"
+"""By what name a template asks the clock."""
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +167,37 @@ def require_chat_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         )
 
 
+def todays_date() -> str:
+    """Return the date here, YYYY-MM-DD."""
+    return time.strftime("%Y-%m-%d")
+
+
+class Clock:
+    """What a template gets as `strftime_now`: midnight of one day, without a time zone.
+
+    Attributes:
+        asked: whether a template has called it.
+
+    """
+
+    def __init__(self, date: str) -> None:
+        """Stop at a date, YYYY-MM-DD."""
+        self.date = date
+        self.asked = False
+        self._midnight = dt.datetime.fromisoformat(date)
+
+    def __call__(self, format: str) -> str:  # noqa: A002 - as transformers calls it
+        """Write the date by a format of `strftime`."""
+        self.asked = True
+        return self._midnight.strftime(format)
+
+
+@lru_cache(maxsize=16)
+def may_ask_clock(template: str) -> bool:
+    """Tell whether a template uses `strftime_now` anywhere, if only in a branch that is never taken."""
+    return CLOCK in meta.find_undeclared_variables(_parsed(template))
+
+
 @lru_cache(maxsize=16)
 def has_generation_tags(template: str) -> bool:
     """Tell whether a template marks what the assistant says, with `{% generation %}` in any spelling Jinja accepts.
@@ -174,13 +209,16 @@ def has_generation_tags(template: str) -> bool:
         SourceError: the template is not valid Jinja.
 
     """
+    tags = _parsed(template).find_all(nodes.ExtensionAttribute)
+    return any(tag.identifier == _GenerationTag.identifier for tag in tags)
+
+
+def _parsed(template: str) -> nodes.Template:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
     try:
-        tree = environment.parse(template)
+        return environment.parse(template)
     except TemplateSyntaxError as error:
         raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
-    tags = tree.find_all(nodes.ExtensionAttribute)
-    return any(tag.identifier == _GenerationTag.identifier for tag in tags)
 
 
 def refuses_system_role(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TEXT_BYTES) -> bool:

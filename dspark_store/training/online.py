@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_metadata, write_metadata
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
@@ -155,7 +156,9 @@ def open_live(
             "whole target, or pass --allow-reduced-depth"
         )
     if ranks.leads:
-        _write_tokens(plan_job(config, target), LocalStorage(tokens), check)
+        storage = LocalStorage(tokens)
+        recorded = read_metadata(storage).record if has_store(storage) else None
+        _write_tokens(plan_job(config, target, recorded), storage, recorded, check)
     ranks.wait()
     device = ranks.device if ranks.device.type == "cuda" else config.resolved_device
     model = load_target(
@@ -168,12 +171,11 @@ def open_live(
     return LiveCache(LocalStorage(tokens), LiveTarget(model, device, config.batch_size))
 
 
-def _write_tokens(job: Job, storage: LocalStorage, check: Callable[[], None]) -> None:
-    if has_store(storage):
-        record = read_metadata(storage).record
-        check_identity(record, job)
+def _write_tokens(job: Job, storage: LocalStorage, recorded: StoreRecord | None, check: Callable[[], None]) -> None:
+    record = recorded or job.new_record
+    if recorded is not None:
+        check_identity(recorded, job)
     else:
-        record = job.new_record
         write_metadata(storage, record)
     if record.phase == "tokens":
         tokenise(storage, record, job.source, check)

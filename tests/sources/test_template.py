@@ -4,7 +4,15 @@ import logging
 import pytest
 
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.template import apply_chat_template_option, has_generation_tags, refuses_system_role
+from dspark_store.sources.template import (
+    CLOCK,
+    Clock,
+    LimitedTemplate,
+    apply_chat_template_option,
+    has_generation_tags,
+    may_ask_clock,
+    refuses_system_role,
+)
 from tests.sources.words import PLAIN, TAGGED, word_tokenizer
 
 
@@ -95,3 +103,26 @@ def test_one_of_several_templates_is_chosen_by_its_name():
         apply_chat_template_option(tokenizer, "rug")
     apply_chat_template_option(tokenizer, "rag")
     assert tokenizer.chat_template == TAGGED
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", True),
+        ("{% if never %}{{ strftime_now('%Y') }}{% endif %}", True),
+        ("{% if strftime_now is defined %}{% generation %}a{% endgeneration %}{% endif %}", True),
+        ("{# {{ strftime_now('%Y') }} #}strftime_now{{ 'strftime_now' }}", False),
+        ("{% set strftime_now = 1 %}{{ strftime_now }}", False),
+        (PLAIN, False),
+    ],
+)
+def test_a_template_may_ask_the_clock_where_it_uses_its_function(template, expected):
+    assert may_ask_clock(template) == expected
+
+
+def test_a_clock_says_midnight_of_its_day_without_a_time_zone():
+    template = "{% macro day() %}{{ strftime_now(format='%d %B %Y %H:%M%z%Z') }}{% endmacro %}{{ day() }}"
+    clock = Clock("2026-01-05")
+    assert not clock.asked
+    assert LimitedTemplate(template).render([], {CLOCK: clock}) == "05 January 2026 00:00"
+    assert clock.asked
