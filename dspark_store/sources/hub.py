@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import FIELDS, RowData
+from dspark_store.sources.rows import FIELDS, NUMBERS, RowData, without_null_keys
 from dspark_store.sources.source import SourceError
 
 _ROWS_A_BATCH = 1000
@@ -51,7 +51,10 @@ class HubRows:
 
     def take(self, rows: Sequence[int]) -> list[RowData]:
         """Return the given rows as objects."""
-        return cast("list[RowData]", _objects(self._dataset[list(rows)]))
+        return [
+            cast("dict[str, JsonValue]", without_null_keys(cast(JsonValue, row), NUMBERS))
+            for row in _objects(self._dataset[list(rows)])
+        ]
 
     def close(self) -> None:
         """Do nothing: the data is memory-mapped."""

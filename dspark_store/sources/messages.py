@@ -1,26 +1,27 @@
 """From the object of one row to messages and tools in the one shape that chat templates are given."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.calls import Message, parsed, shown, tool_calls, with_call_ids
+from dspark_store.sources.rows import without_null_keys
 from dspark_store.sources.source import SourceError
 
-type Message = dict[str, JsonValue]
+__all__ = ["Conversation", "Message", "content_of", "fold_system_message", "read_conversation"]
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "system": "system",
+ROLES = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "data"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # whose content is the call
 }
+"""The roles that rows may name, in any case, and what they are to chat templates."""
+
+_CALLING = ("function_call", "tool_call")
+_AS_THEY_ARE = frozenset({"tools", "arguments"})  # below these, what a JSON text has may be null
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,78 +52,81 @@ class Conversation:
 def read_conversation(row: Mapping[str, JsonValue]) -> Conversation:
     """Read a row in OpenAI's shape (`messages`, optional `tools`) or in ShareGPT's (`conversations`).
 
-    Contents become strings: the text parts of a list joined with one space, "" for null, `str()` of anything else.
-    Keys that are not known here are kept, since a template may know them; null is the same as no key.
+    A key whose value is null is no key, but for what is below `tools` and `arguments`. Contents become strings: the
+    text parts of a list joined with one space, `str()` of anything else; a message may have none. Keys that are not
+    known here are kept, since a template may know them.
 
     Raises:
         SourceError: what is wrong, with the path in the row, such as `messages[1].tool_calls[0].id`.
 
     """
-    turns, field = row.get("messages"), "messages"
-    if turns is None:
-        turns, field = row.get("conversations"), "conversations"
-    if turns is None:
+    row = cast("dict[str, JsonValue]", without_null_keys(dict(row), _AS_THEY_ARE))
+    field = "messages" if "messages" in row else "conversations"
+    if field not in row:
         raise SourceError(f"the row has neither messages nor conversations; its keys are {sorted(row)}")
+    return Conversation(_messages(row[field], field), _tools(row.get("tools")))
+
+
+def content_of(message: Message) -> str:
+    """Return the content of a message; "" if it has none."""
+    return str(message.get("content", ""))
+
+
+def fold_system_message(messages: Sequence[Message], roles: Sequence[str] = ("system",)) -> list[Message]:
+    """Put messages of the system in front of the next user message, for templates that refuse their role.
+
+    Where no user message follows one, all stay.
+    """
+    folded: list[Message] = []
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] in roles:
+            waiting.append(message)
+        elif message["role"] == "user" and waiting:
+            folded.append({**message, "content": "\n\n".join(map(content_of, (*waiting, message)))})
+            waiting = []
+        else:
+            folded.append(message)
+    return list(messages) if waiting else folded
+
+
+def _messages(turns: JsonValue, where: str) -> list[Message]:
+    turns = without_null_keys(parsed(turns), _AS_THEY_ARE)
     if not isinstance(turns, list) or not turns:
-        raise SourceError(f"{field} must be a list of at least one message, got {_shown(turns)}")
-    messages = []
-    for index, turn in enumerate(turns):
-        where = f"{field}[{index}]"
-        if not isinstance(turn, dict):
-            raise SourceError(f"{where} must be an object, got {_shown(turn)}")
-        messages.append(_normalised(turn if field == "messages" else _from_sharegpt(turn, where), where))
-    systems = [f"{field}[{index}]" for index, message in enumerate(messages) if message["role"] == "system"]
-    if len(systems) > 1:
-        raise SourceError(f"more than one system message: {', '.join(systems)}")
-    return Conversation(messages, _tools(row.get("tools")))
+        raise SourceError(f"{where} must be a list of at least one message, got {shown(turns)}")
+    return with_call_ids([_message(turn, f"{where}[{index}]") for index, turn in enumerate(turns)])
 
 
-def fold_system_message(messages: Sequence[Message]) -> list[Message]:
-    """Put a leading system message in front of the first user message, for templates that refuse the system role."""
-    if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    folded = [dict(message) for message in messages[1:]]
-    for message in folded:
-        if message["role"] == "user":
-            message["content"] = f"{messages[0]['content']}\n\n{message['content']}"
-            return folded
-    return list(messages)
-
-
-def _from_sharegpt(turn: Message, where: str) -> Message:
-    speaker = turn["from"] if turn.get("from") is not None else turn.get("role")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        raise SourceError(f"{where}: unknown speaker {_shown(speaker)}, expected one of {', '.join(SHAREGPT_ROLES)}")
-    content = turn["value"] if turn.get("value") is not None else turn.get("content")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if speaker == "tool" and not rest.get("tool_call_id"):
-        rest["tool_call_id"] = "call_0"  # ShareGPT has no ids: a result answers the call before it
-    return {**rest, "role": SHAREGPT_ROLES[speaker], "content": content}
-
-
-def _normalised(turn: Message, where: str) -> Message:
-    role = turn.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise SourceError(f"{where}.role is {_shown(role)}, expected one of {', '.join(ROLES)}")
-    message = {**turn, "content": _text(turn.get("content"), f"{where}.content")}
-    if role == "assistant":
-        for field in ("reasoning_content", "tool_calls"):
-            if message.get(field) is None:
-                message.pop(field, None)  # null is what columnar files hold in messages that have none
+def _message(turn: JsonValue, where: str) -> Message:
+    if not isinstance(turn, dict):
+        raise SourceError(f"{where} must be an object, got {shown(turn)}")
+    named = "from" if "from" in turn else "role"
+    speaker = turn.get(named)
+    spoken = speaker.lower() if isinstance(speaker, str) else ""
+    if spoken not in ROLES:
+        raise SourceError(f"{where}.{named} is {shown(speaker)}, expected one of {', '.join(ROLES)}")
+    message: Message = {**turn, "role": ROLES[spoken]}
+    message.pop("from", None)
+    if "value" in message:
+        message["content"] = message.pop("value")
+    if spoken in _CALLING and "content" in message:
+        message.setdefault("tool_calls", message.pop("content"))
+    if "function_call" in message:  # OpenAI's own form of before there were several
+        message.setdefault("tool_calls", [message.pop("function_call")])
+    if "content" in message:
+        message["content"] = _text(message["content"], f"{where}.content")
+    if message["role"] == "assistant":
         if "reasoning_content" in message:
             _check_string(message["reasoning_content"], f"{where}.reasoning_content")
         if "tool_calls" in message:
-            message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    if role == "tool":
-        call_id = turn.get("tool_call_id")
-        if not isinstance(call_id, str) or not call_id:
-            raise SourceError(f"{where}.tool_call_id must be a non-empty string, got {_shown(call_id)}")
+            message["tool_calls"] = tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    call_id = message.get("tool_call_id")
+    if message["role"] == "tool" and call_id is not None:
+        _check_string(call_id, f"{where}.tool_call_id")
     return message
 
 
 def _text(content: JsonValue, where: str) -> str:
-    if content is None:
-        return ""
     if not isinstance(content, list):
         return content if isinstance(content, str) else str(content)
     texts = []
@@ -132,66 +136,24 @@ def _text(content: JsonValue, where: str) -> str:
         elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
             texts.append(str(part["text"]))
         else:
-            raise SourceError(f"{where}[{index}] must be a part of type 'text', got {_shown(part)}")
+            raise SourceError(f"{where}[{index}] must be a part of type 'text', got {shown(part)}")
     return " ".join(texts)
 
 
 def _check_string(value: JsonValue, where: str) -> None:
     if not isinstance(value, str):
-        raise SourceError(f"{where} must be a string or null, got {_shown(value)}")
-
-
-def _tool_calls(calls: JsonValue, where: str) -> list[JsonValue]:
-    if not isinstance(calls, list):
-        raise SourceError(f"{where} must be a list or null, got {_shown(calls)}")
-    return [_tool_call(call, index, f"{where}[{index}]") for index, call in enumerate(calls)]
-
-
-def _tool_call(call: JsonValue, index: int, where: str) -> JsonValue:
-    if not isinstance(call, dict):
-        raise SourceError(f"{where} must be an object, got {_shown(call)}")
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise SourceError(f"{where}.function must be an object, got {_shown(function)}")
-    name, arguments = function.get("name"), function.get("arguments")
-    if not isinstance(name, str) or not name:
-        raise SourceError(f"{where}.function.name must be a non-empty string, got {_shown(name)}")
-    if arguments is None:
-        raise SourceError(f"{where}.function.arguments is missing; expected an object or its JSON text")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        **call,
-        "id": _string_or(f"call_{index}", call.get("id"), f"{where}.id"),
-        "type": _string_or("function", call.get("type"), f"{where}.type"),
-        "function": {**function, "arguments": arguments},
-    }
-
-
-def _string_or(default: str, value: JsonValue, where: str) -> str:
-    if value is None:
-        return default
-    if not isinstance(value, str):
-        raise SourceError(f"{where} must be a string, got {_shown(value)}")
-    return value or default
+        raise SourceError(f"{where} must be a string or null, got {shown(value)}")
 
 
 def _tools(tools: JsonValue) -> list[JsonValue] | None:
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise SourceError(f"tools is text but not valid JSON ({error}); expected a list") from error
-    if tools is None or tools in ("", []):
+    if isinstance(tools, str) and tools.strip() and isinstance(parsed(tools), str):
+        raise SourceError(f"tools is text but not valid JSON; expected a list, got {shown(tools)}")
+    tools = parsed(tools)
+    if tools is None or isinstance(tools, str) or tools == []:
         return None
     if not isinstance(tools, list):
-        raise SourceError(f"tools must be a list or the JSON text of one, got {_shown(tools)}")
+        raise SourceError(f"tools must be a list or the JSON text of one, got {shown(tools)}")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise SourceError(f"tools[{index}] must be an object, got {_shown(tool)}")
+            raise SourceError(f"tools[{index}] must be an object, got {shown(tool)}")
     return tools
-
-
-def _shown(value: JsonValue, limit: int = 60) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

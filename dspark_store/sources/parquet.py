@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import FIELDS, RowData
+from dspark_store.sources.rows import FIELDS, NUMBERS, RowData, without_null_keys
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.spool import Spool
 
@@ -146,4 +146,4 @@ class ParquetRows:
 
 
 def _objects(table: Any) -> list[RowData]:  # noqa: ANN401 - a pyarrow table or batch
-    return [cast("dict[str, JsonValue]", row) for row in table.to_pylist()]
+    return [cast("dict[str, JsonValue]", without_null_keys(row, NUMBERS)) for row in table.to_pylist()]

@@ -24,7 +24,8 @@ from dspark_store.sources.template import (
     TextLimitError,
     has_generation_tags,
     may_ask_clock,
-    refuses_system_role,
+    needs_content,
+    refuses_role,
     require_chat_template,
 )
 
@@ -134,16 +135,20 @@ class Renderer:
 
     def _look(self) -> None:
         """Find out what the template does."""
-        self._folds_system_message = refuses_system_role(self.tokenizer, self.limits.text_bytes)
+        tokenizer, text_bytes = self.tokenizer, self.limits.text_bytes
+        self._folded_roles = [role for role in ("system", "developer") if refuses_role(tokenizer, role, text_bytes)]
+        self._folds_system_message = "system" in self._folded_roles
+        self._needs_content = needs_content(tokenizer, text_bytes)
         self._prompt = self._generation_prompt(None)
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template can take them.
 
-        A system message that it refuses goes to the first user, and keys whose value is null are left out.
+        System messages that it refuses go to the next user, and keys whose value is null are left out.
         """
-        messages = fold_system_message(messages) if self._folds_system_message else messages
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        messages = fold_system_message(messages, self._folded_roles) if self._folds_system_message else messages
+        empty: Message = {"content": ""} if self._needs_content else {}
+        return [{**empty, **{key: value for key, value in one.items() if value is not None}} for one in messages]
 
     def supervises_by_tags(self, tools: list[JsonValue] | None) -> bool:
         """Tell whether the template for conversations with these tools has generation tags."""

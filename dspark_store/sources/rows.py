@@ -12,6 +12,8 @@ MAX_ROW_BYTES = 32 * 1024 * 1024
 REPLACEMENT = "\ufffd"
 FIELDS = ("messages", "conversations", "tools", "input_ids", "loss_mask", "labels", "attention_mask")
 """The fields of a row that are read."""
+NUMBERS = frozenset({"input_ids", "loss_mask", "labels", "attention_mask"})
+"""Those of them that are lists of numbers."""
 
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,6 +59,22 @@ def parse_row(data: RowData) -> tuple[dict[str, JsonValue], bool]:
         return row, False
     replaced, count = _without_surrogates(row)
     return cast("dict[str, JsonValue]", replaced), count > 0
+
+
+def without_null_keys(value: JsonValue, as_it_is: frozenset[str] = frozenset()) -> JsonValue:
+    """Return a value without the keys of its objects that are null, but for what is below the keys `as_it_is`.
+
+    Columnar files hold null where a row has no key, at any depth. The members of lists stay.
+    """
+    if isinstance(value, list):
+        return [without_null_keys(item, as_it_is) if isinstance(item, dict | list) else item for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_null_keys(item, as_it_is) if isinstance(item, dict | list) and key not in as_it_is else item
+        for key, item in value.items()
+        if item is not None
+    }
 
 
 def parse_json(text: bytes, limit: int | None = MAX_ROW_BYTES) -> JsonValue:

@@ -16,6 +16,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Message
 from dspark_store.sources.source import SourceError
@@ -221,22 +222,32 @@ def _parsed(template: str) -> nodes.Template:
         raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
 
 
-def refuses_system_role(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TEXT_BYTES) -> bool:
-    """Tell whether the template raises on a system message and renders the same conversation without it."""
+def refuses_role(tokenizer: "PreTrainedTokenizerBase", role: str, text_bytes: int = MAX_TEXT_BYTES) -> bool:
+    """Tell whether the template raises on a first message of a role and renders the same conversation without it."""
+    user: Message = {"role": "user", "content": "a"}
+    other: Message = {"role": role, "content": "b"}
+    return _takes(tokenizer, [user], text_bytes) and not _takes(tokenizer, [other, user], text_bytes)
+
+
+def needs_content(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TEXT_BYTES) -> bool:
+    """Tell whether the template raises on a message without content, and takes it where that is empty."""
+    user: Message = {"role": "user", "content": "a"}
+    call: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answers: list[Message] = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant"}]
+    return any(
+        not _takes(tokenizer, [user, said], text_bytes) and _takes(tokenizer, [user, {**said, "content": ""}], text_bytes)
+        for said in answers
+    )
+
+
+def _takes(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text_bytes: int) -> bool:
     try:
         template = LimitedTemplate(str(tokenizer.get_chat_template()), text_bytes)
     except ValueError:  # several templates, and none is the default one
         return False
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map}
-    user: Message = {"role": "user", "content": "a"}
     try:
-        template.render([{"role": "system", "content": "b"}, user], variables)
-    except RENDER_ERRORS:
-        pass
-    else:
-        return False
-    try:
-        template.render([user], variables)
+        template.render(messages, variables)
     except RENDER_ERRORS:
         return False
     return True

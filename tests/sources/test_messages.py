@@ -1,4 +1,4 @@
-import json
+from typing import Any
 
 import pytest
 
@@ -16,13 +16,35 @@ def call(**fields):
 
 
 def test_contents_become_strings():
-    contents = [123, None, True, [{"type": "text", "text": "a"}, {"text": "b"}, "c"], "d"]
-    read = messages_of(*({"role": "user", "content": content} for content in contents), {"role": "user"})
-    assert [message["content"] for message in read] == ["123", "", "True", "a b c", "d", ""]
+    contents = [123, True, [{"type": "text", "text": "a"}, {"text": "b"}, "c"], "d", ""]
+    read = messages_of(*({"role": "user", "content": content} for content in contents))
+    assert [message["content"] for message in read] == ["123", "True", "a b c", "d", ""]
+
+
+def test_keys_that_are_null_are_no_keys_but_below_tools_and_arguments():
+    function = {"name": "f", "arguments": {"x": None}, "strict": None}
+    call = {"id": None, "function": function, "index": None}
+    row: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": None, "name": None},
+            {"role": "assistant", "content": [{"type": "text", "text": "a", "image_url": None}], "tool_calls": [call]},
+        ],
+        "tools": [{"name": "f", "default": None}],
+    }
+    read = read_conversation(row)
+    assert read.messages == [
+        {"role": "user"},
+        {
+            "role": "assistant",
+            "content": "a",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}, "id": "call_0", "type": "function"}],
+        },
+    ]
+    assert read.tools == [{"name": "f", "default": None}]
 
 
 def test_an_unknown_role_is_an_error():
-    with pytest.raises(SourceError, match=r"messages\[0\]\.role is 'critic', expected one of system, user"):
+    with pytest.raises(SourceError, match=r"messages\[0\]\.role is 'critic', expected one of system, developer, user"):
         messages_of({"role": "critic", "content": "no"})
 
 
@@ -36,9 +58,10 @@ def test_reasoning_and_tool_calls_are_kept_and_nulls_are_left_out():
         {"role": "tool", "content": None, "tool_call_id": "call_0"},
         {"role": "assistant", "content": "done", "reasoning_content": None},
     )
-    assert (assistant["content"], assistant["reasoning_content"]) == ("", "why")
-    assert json.loads(assistant["tool_calls"][0]["function"]["arguments"]) == {"x": 1}
-    assert tool["content"] == ""
+    assert assistant["reasoning_content"] == "why"
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert "content" not in assistant
+    assert "content" not in tool
     assert "reasoning_content" not in second
 
 
@@ -67,7 +90,8 @@ def test_null_tool_calls_are_no_tool_calls():
         ({"role": "assistant", "tool_calls": [{"function": None}]}, r"tool_calls\[0\]\.function must"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, r"function\.name"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, r"function\.arguments"),
-        ({"role": "tool", "content": "a"}, r"messages\[0\]\.tool_call_id"),
+        ({"role": "tool", "content": "a", "tool_call_id": 7}, r"messages\[0\]\.tool_call_id"),
+        ({"role": "function_call", "content": "none"}, r"messages\[0\]\.tool_calls must be a list .*'none'"),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\]\.content\[0\] must be a part of type"),
         ("hi", r"messages\[0\] must be an object"),
     ],
@@ -89,7 +113,7 @@ def test_sharegpt_turns_are_mapped():
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant"},
         {"role": "tool", "content": "t", "tool_call_id": "call_0"},
     ]
 
@@ -102,7 +126,7 @@ def test_openai_turns_may_stand_under_conversations():
     assert read_conversation({"messages": None, "conversations": turns}).messages == turns
 
 
-@pytest.mark.parametrize("conversations", [[{"from": "function_call", "value": "f"}], {"from": "human"}, ["hi"], []])
+@pytest.mark.parametrize("conversations", [[{"from": "critic", "value": "f"}], {"from": "human"}, ["hi"], []])
 def test_bad_sharegpt_turns_are_errors(conversations):
     with pytest.raises(SourceError, match="conversations"):
         read_conversation({"conversations": conversations})
@@ -113,9 +137,44 @@ def test_a_row_needs_messages():
         read_conversation({"text": "a"})
 
 
-def test_one_system_message_is_enough():
-    with pytest.raises(SourceError, match=r"more than one system message: messages\[0\], messages\[2\]"):
-        messages_of({"role": "system"}, {"role": "user"}, {"role": "system"})
+def test_roles_go_by_other_names_in_any_case():
+    others = ["Human", "GPT", "Assistant", "function", "observation", "tool_response", "data", "developer", "system"]
+    roles = [message["role"] for message in messages_of(*({"role": role, "content": "a"} for role in others))]
+    assert roles == ["user", "assistant", "assistant", *["tool"] * 4, "developer", "system"]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "tool_call", "value": '[{"name": "f", "arguments": "{\\"x\\": 1}"}]'},
+        {"role": "tool_call", "content": {"name": "f", "arguments": {"x": 1}}},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"role": "assistant", "tool_calls": '[{"type": "function", "name": "f", "arguments": {"x": 1}}]'},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+    ],
+)
+def test_every_form_of_a_call_is_one(turn):
+    made = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert read_conversation({"conversations": [turn]}).messages == [{"role": "assistant", "tool_calls": [made]}]
+
+
+@pytest.mark.parametrize("text", ["", "go", "[1]", "3", "{", '{"a": NaN}', "{" * 100_000])
+def test_arguments_that_are_no_json_object_stay_text(text):
+    (message,) = messages_of({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]})
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
+def test_results_without_an_id_answer_the_calls_before_them_in_their_order():
+    calls = {"role": "assistant", "tool_calls": [call(id="a"), call(id="b"), call(id="c")]}
+    results = [{"role": "tool"}, {"role": "tool", "tool_call_id": "c"}, {"role": "tool"}]
+    read = messages_of({"role": "tool"}, calls, *results)
+    assert [message.get("tool_call_id") for message in read] == ["call_0", None, "a", "c", "b"]
+
+
+def test_messages_may_be_json_text():
+    row: dict[str, JsonValue] = {"messages": '[{"role": "user", "content": "a", "name": null}]', "tools": "[]"}
+    assert read_conversation(row).messages == [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -146,4 +205,8 @@ def test_a_system_message_is_folded_into_the_first_user_message():
     assert fold_system_message([system, answer, user]) == [answer, {"role": "user", "content": "s\n\nu"}]
     assert fold_system_message([user, answer]) == [user, answer]
     assert fold_system_message([system, answer]) == [system, answer]
+    assert fold_system_message([system, system, user, system, user]) == [
+        {"role": "user", "content": "s\n\ns\n\nu"},
+        {"role": "user", "content": "s\n\nu"},
+    ]
     assert user["content"] == "u"

@@ -8,6 +8,7 @@ import pytest
 from dspark_store.sources import ChatSource, SourceError
 from dspark_store.sources.files import open_rows
 from dspark_store.sources.options import ChatOptions
+from tests.sources.shapes import SHAPES
 from tests.sources.words import CHAT, write_rows
 from tests.tiny import tiny_tokenizer, write_chats
 
@@ -134,3 +135,45 @@ def test_an_order_is_part_of_the_identity_where_it_is_given(chats):
     own = ChatSource(chats, tiny_tokenizer(), seq_length=200).identity()
     other = ChatSource(chats, tiny_tokenizer(), ChatOptions(order="automodel"), seq_length=200).identity()
     assert other == {**own, "order": "automodel"}
+
+
+SHOWN = (
+    "{{ tools | tojson if tools }}"
+    "{% for m in messages %}<s> {{ m.role }} {% if m.content is not defined %}none{% else %}{{ m.content }}{% endif %} "
+    "{{ m.keys() | list | sort | join(' ') }} {{ m.tool_calls | tojson if m.tool_calls }} </s> {% endfor %}"
+)
+
+
+def tool(**properties):
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+
+
+def called(**arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+UNLIKE = [
+    {"messages": called(city="w1"), "tools": [tool(city={"type": "string"})]},
+    {"messages": called(days=[1, None], deep={"a": 1}), "tools": [tool(days={"type": "array"}, deep={"enum": ["a"]})]},
+    {"messages": called(deep={"b": 2}), "tools": [tool(deep={"type": "object", "title": "t"})]},
+    {"messages": [{"role": "user", "content": "hi", "name": "n"}, {"role": "assistant", "content": "yo"}]},
+    {"messages": [{"role": "assistant", "reasoning_content": "r1"}, {"role": "tool", "content": "ok"}]},
+]
+
+
+def test_rows_of_unlike_keys_are_alike_in_every_kind_of_file(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = pa.Table.from_pylist(UNLIKE)
+    assert "null" in json.dumps(table.to_pylist()[0])  # what a columnar file makes of keys that other rows have
+    pq.write_table(table, tmp_path / "rows.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    tokenizer = SHAPES[0].tokenizer(tagged=False)
+    tokenizer.chat_template = SHOWN
+    read = []
+    for name in (write_rows(tmp_path / "rows.jsonl", *UNLIKE), tmp_path / "rows.parquet", tmp_path / "saved"):
+        samples = list(ChatSource(name, tokenizer, seq_length=4000).read())
+        read.append([(tokenizer.decode(sample.input_ids), sample.loss_mask.tolist()) for sample in samples])
+    assert read[0] == read[1] == read[2]
+    for row, (text, _) in zip(UNLIKE[:3], read[0], strict=False):
+        assert text == tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)

@@ -11,7 +11,7 @@ from dspark_store.sources.template import (
     apply_chat_template_option,
     has_generation_tags,
     may_ask_clock,
-    refuses_system_role,
+    refuses_role,
 )
 from tests.sources.words import PLAIN, TAGGED, word_tokenizer
 
@@ -91,9 +91,9 @@ def test_a_template_that_is_not_jinja_is_an_error():
 
 def test_a_template_may_refuse_the_system_role():
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-    assert refuses_system_role(word_tokenizer(refusing))
-    assert not refuses_system_role(word_tokenizer(PLAIN))
-    assert not refuses_system_role(word_tokenizer("{{ raise_exception('never') }}"))
+    assert refuses_role(word_tokenizer(refusing), "system")
+    assert not refuses_role(word_tokenizer(PLAIN), "system")
+    assert not refuses_role(word_tokenizer("{{ raise_exception('never') }}"), "system")
 
 
 def test_one_of_several_templates_is_chosen_by_its_name():
