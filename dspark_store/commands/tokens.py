@@ -110,7 +110,8 @@ def _open(
     tokenizer = load_tokenizer(target)
 
     def with_template() -> PreTrainedTokenizerBase:
-        apply_chat_template_option(tokenizer, given.chat_template)
+        if given.chat_template is not None:
+            apply_chat_template_option(tokenizer, given.chat_template)
         return tokenizer
 
     reads_all = given.report or given.compare is not None

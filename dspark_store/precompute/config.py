@@ -117,6 +117,7 @@ def add_flags(parser: argparse.ArgumentParser, known: Mapping[str, dataclasses.F
     for name, setting in known.items():
         metadata = dict(setting.metadata)
         text = metadata.pop("help")
+        metadata.pop("convert", None)
         if isinstance(setting.default, bool):
             parser.add_argument(f"--{flag(name)}", action="store_true", default=None, help=text)
             continue

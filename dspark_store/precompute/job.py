@@ -144,7 +144,8 @@ def plan_job(
     tokenizer = load_tokenizer(target.source)
     check_capturable(target.config)
     check_fits(target.config, config.seq_length, max(tokenizer.get_vocab().values(), default=-1) + 1)
-    apply_chat_template_option(tokenizer, config.chat_template)
+    if config.chat_template is not None:  # a source that needs one says so where there is none
+        apply_chat_template_option(tokenizer, config.chat_template)
     vocab_size = int(target.text.vocab_size)
     context = _source_context(config, tokenizer, vocab_size, recorded)
     source = build_source(parse_source(config.input_data), context)

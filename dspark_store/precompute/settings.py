@@ -196,6 +196,8 @@ def convert_setting(setting: dataclasses.Field[Any], value: object, called: str 
     """
     if value is None and setting.default is not dataclasses.MISSING:
         return None if setting.default is None or setting.name == "shuffle_seed" else setting.default
+    if "convert" in setting.metadata:
+        return setting.metadata["convert"](value)
     try:
         return _converted(setting, value)
     except (TypeError, ValueError, OverflowError) as error:

@@ -86,13 +86,21 @@ class ChatSource:
         self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size, limits)
         self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
-        self._data = open_rows(path, split=split_name(split), subset=subset)
+        self._data = open_rows(
+            path,
+            split=split_name(split),
+            subset=subset,
+            columns=options.columns,
+            text_column=options.text_column,
+        )
         self._rows = _selected(self._data, options.order, split, shuffle_seed, max_samples)
         self._num_workers = num_workers
         self._refused_before = 0
         self._gives_each_row = _gives_each_row(options)
         self._parts = _PARTS if options.over_long == "split" else 1
         self._report = SourceReport()
+        for column, count in self._data.unread.items():
+            self._note(f"column {column!r} is not read", count, self._data.where(0).rpartition(", ")[0])
         self._options = options = self._dated(options, today, recorded)
         self._identity: dict[str, JsonValue] = {
             **({"type": "tokens"} if tokenizer is None else {"type": "chat", "rule": CHAT_RULE}),
@@ -167,6 +175,8 @@ class ChatSource:
         if not encoded.cut.pieces:
             reason = "longer than seq_length" if encoded.cut.dropped else "fewer supervised tokens than min_supervised"
             raise SourceError(f"{self.where(record)}: the row is left out ({reason})")
+        for note in encoded.notes:
+            self._note(note, 1, self.where(record))
         return next(self._samples(record, encoded, 0))
 
     def _dated(self, options: ChatOptions, today: str | None, recorded: Mapping[str, JsonValue] | None) -> ChatOptions:
@@ -237,8 +247,15 @@ class ChatSource:
             raise SourceError(f"{where}: {error}")
         self._report.refuse(where, error)
 
+    def _note(self, note: str, rows: int, where: str) -> None:
+        """Count rows of which something was left aside, and say so the first time."""
+        if rows and self._report.note(note, rows):
+            logger.warning("%s: %s; told once, and counted in dspark-store tokens --report", where, note)
+
     def _count(self, record: int, encoded: Encoded) -> None:
         report, cut = self._report, encoded.cut
+        for note in encoded.notes:
+            self._note(note, 1, self.where(record))
         for warning in encoded.warnings:
             logger.warning("%s: %s", self.where(record), warning)
         supervised = [int(mask.sum()) for _, mask in cut.pieces]

@@ -11,6 +11,7 @@ from dspark_store.sources.spool import Spool
 GZIP, ZSTD = ".gz", ".zst"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 _BLOCK = 1024 * 1024
+_ZSTD_BLOCK = 1024  # at most 32 MiB of contents, 128 KiB of each 4 bytes, which are made in one piece
 
 
 def compression_of(path: Path) -> str | None:
@@ -23,15 +24,16 @@ def compression_of(path: Path) -> str | None:
 def unpack(path: Path, compression: str) -> Spool:
     """Return a temporary file with the contents of a compressed one.
 
-    Memory is a few blocks of 1 MiB; the disk (`TMPDIR`) must hold the contents.
+    Memory is some blocks of 1 MiB; the disk (`TMPDIR`) must hold the contents.
 
     Raises:
-        SourceError: the file is damaged or ends early.
+        SourceError: the file is damaged or ends early, or its contents are too large (see `Spool`).
         ImportError: it is compressed by zstd, and the extra `zstd` is not installed.
 
     """
-    spool = Spool()
-    spool.file.writelines(_unzstd(path) if compression == ZSTD else _gunzip(path))
+    spool = Spool(path, compressed=True)
+    for block in _unzstd(path) if compression == ZSTD else _gunzip(path):
+        spool.write(block)
     spool.file.seek(0)
     return spool
 
@@ -58,7 +60,7 @@ def _unzstd(path: Path) -> Iterator[bytes]:
     finished = False
     with path.open("rb") as file:
         try:
-            while data := file.read(_BLOCK):
+            while data := file.read(_ZSTD_BLOCK):
                 while data:  # a file may hold several frames
                     if finished:
                         frame = zstandard.ZstdDecompressor().decompressobj()

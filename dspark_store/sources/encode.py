@@ -1,19 +1,20 @@
 """From the data of rows to their samples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.cutting import Cut, Cutting, cut
 from dspark_store.sources.limits import ProcessorTimeError, run_limited
 from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
-from dspark_store.sources.messages import Conversation, read_conversation
+from dspark_store.sources.messages import Conversation, content_of, read_conversation
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits
-from dspark_store.sources.rows import RowData, parse_row
+from dspark_store.sources.rows import RowData, parse_row, renamed, unread_keys
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.tokenrows import read_tokens
 
@@ -58,6 +59,7 @@ class Encoded:
         empty: the row renders to no tokens, which is wrong too.
         replaced: lone surrogates were replaced.
         warnings: what was odd about it.
+        notes: what of it was left aside, which is told once for all rows.
 
     """
 
@@ -67,6 +69,7 @@ class Encoded:
     empty: bool = False
     replaced: bool = False
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Encoder:
@@ -77,10 +80,12 @@ class Encoder:
         self._settings = settings
         self._cutting = settings.cutting
         self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
-        date = None if settings.options.template_date is None else str(settings.options.template_date)
+        self._text_column = settings.options.text_column
         self._renderer: Renderer | None = None
-        if settings.tokenizer is not None:
-            self._renderer = Renderer(settings.tokenizer, date=date, limits=settings.limits)
+        if settings.tokenizer is not None and self._text_column is None:
+            date = None if settings.options.template_date is None else str(settings.options.template_date)
+            kwargs = settings.options.chat_template_kwargs
+            self._renderer = Renderer(settings.tokenizer, kwargs, date=date, limits=settings.limits)
 
     def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
         """Return what becomes of each row, up to one that is fatal."""
@@ -92,6 +97,7 @@ class Encoder:
         rendered = [row.content for row in read if isinstance(row.content, Rendered)]
         texts = [conversation.text for conversation in rendered]
         tokens = iter(self._renderer.tokenise(texts) if self._renderer is not None else [])
+        plain = iter(self._tokenise([row.content.text for row in read if isinstance(row.content, _Text)]))
         encoded = []
         for row in read:
             if isinstance(row.content, str):
@@ -99,9 +105,12 @@ class Encoder:
             elif isinstance(row.content, Rendered) and self._renderer is not None:
                 its = next(tokens)
                 mask = loss_mask(self._renderer, row.content, its)
-                encoded.append(self._cut(its.ids, mask, row.replaced, row.content.warnings))
+                encoded.append(self._cut(its.ids, mask, row, row.content.warnings))
+            elif isinstance(row.content, _Text):
+                ids = np.array(next(plain), dtype=np.int32)
+                encoded.append(self._cut(ids, np.ones(len(ids), dtype=np.uint8), row))
             elif isinstance(row.content, tuple):
-                encoded.append(self._cut(*row.content, row.replaced, []))
+                encoded.append(self._cut(*row.content, row))
         return encoded
 
     @property
@@ -118,7 +127,7 @@ class Encoder:
         if renderer is None:
             return False
         try:
-            row, _ = parse_row(data)
+            row, _ = self._parsed(data)
             if row.get("input_ids") is not None:
                 return False
             conversation = read_conversation(row)
@@ -126,18 +135,36 @@ class Encoder:
         except (SourceError, ProcessorTimeError):  # told when the row is encoded
             return False
 
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        """Tokenise plain texts, with the special tokens that the tokenizer adds by itself."""
+        if not texts or self._settings.tokenizer is None:
+            return []
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        return cast("list[list[int]]", self._settings.tokenizer(texts, **options)["input_ids"])
+
+    def _parsed(self, data: RowData) -> tuple[dict[str, JsonValue], bool]:
+        """Return a row under our names, and whether lone surrogates of it were replaced."""
+        row, replaced = parse_row(data)
+        return row if self._text_column is not None else renamed(row, self._settings.options.columns or {}), replaced
+
     def _read(self, data: RowData) -> "_Read":
         try:
-            row, replaced = parse_row(data)
+            row, replaced = self._parsed(data)
             if replaced and self._settings.options.on_bad_row == "error":
                 raise SourceError("the row holds half of a surrogate pair, which is no Unicode text")
+            notes = [f"key {key!r} is not read" for key in unread_keys(row, self._text_column)]
+            if self._text_column is not None:
+                return _Read(_Text(_text_of(row, self._text_column)), replaced, notes=notes)
             if row.get("input_ids") is not None:
-                return _Read(read_tokens(row, self._settings.vocab_size), replaced)
+                return _Read(read_tokens(row, self._settings.vocab_size), replaced, notes=notes)
             if self._renderer is None:
                 raise SourceError(
-                    f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}"
+                    f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}; "
+                    "conversations are a source of type chat"
                 )
-            return _Read(self._rendered(self._renderer, read_conversation(row)), replaced)
+            conversation = read_conversation(row)
+            rendered = self._rendered(self._renderer, conversation)
+            return _Read(rendered, replaced, notes=notes + _left_out(conversation, rendered.text))
         except ProcessorTimeError as error:
             return _Read(f"the chat template takes {error} for the row; does it end?", fatal=True)
         except SourceError as error:
@@ -147,16 +174,43 @@ class Encoder:
         seconds = renderer.limits.seconds
         return run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
 
-    def _cut(self, ids: NDArray[np.int32], mask: NDArray[np.uint8], replaced: bool, warnings: list[str]) -> Encoded:
+    def _cut(
+        self, ids: NDArray[np.int32], mask: NDArray[np.uint8], row: "_Read", warnings: Sequence[str] = ()
+    ) -> Encoded:
         if not len(ids):
             return Encoded(error="the row has no tokens (does the chat template render anything?)", empty=True)
-        return Encoded(cut(ids, mask, self._cutting), replaced=replaced, warnings=warnings)
+        return Encoded(cut(ids, mask, self._cutting), replaced=row.replaced, warnings=list(warnings), notes=row.notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     """A row before its text is tokenised: its text, its tokens, or what is wrong with it."""
 
-    content: Rendered | tuple[NDArray[np.int32], NDArray[np.uint8]] | str
+    content: "Rendered | _Text | tuple[NDArray[np.int32], NDArray[np.uint8]] | str"
     replaced: bool = False
     fatal: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The text of a row that is no conversation."""
+
+    text: str
+
+
+def _text_of(row: Mapping[str, JsonValue], column: str) -> str:
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise SourceError(f"{column}, which text_column names, is {text!r:.60}; expected text; keys: {sorted(row)}")
+    return text
+
+
+def _left_out(conversation: Conversation, text: str) -> list[str]:
+    """Return the roles above the user's of whose messages the text has nothing: a template may not know them."""
+    missing = {
+        str(message["role"])
+        for message in conversation.messages
+        if message["role"] in ("system", "developer") and content_of(message).strip() not in text
+    }
+    return [f"the chat template leaves out messages of the role {role}" for role in sorted(missing)]

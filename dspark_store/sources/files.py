@@ -4,7 +4,8 @@ import glob
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from os import PathLike, fspath
 from pathlib import Path
@@ -28,16 +29,25 @@ _OPEN_FILES = 64
 type DataPath = str | PathLike[str]
 
 
-def open_rows(data: DataPath | Sequence[DataPath], *, split: str | None = None, subset: str | None = None) -> Rows:
+def open_rows(
+    data: DataPath | Sequence[DataPath],
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    text_column: str | None = None,
+) -> Rows:
     """Count and hash the rows that the user means.
 
     Args:
         data: a file (`.jsonl` and `.ndjson` of one JSON object a line; `.parquet`; anything else is one JSON
             document, a list of rows or one row; each of the JSON kinds may be compressed by gzip or zstd), a glob, a
-            directory of parquet files or of a saved dataset, the name of a dataset on the hub, or several of these.
-            A glob stands for its files in sorted order.
+            directory of parquet files, JSON Lines or a saved dataset, the name of a dataset on the hub, or several of
+            these. A glob stands for its files in sorted order.
         split: the name of a dataset's split; files have none.
         subset: the configuration of a dataset on the hub.
+        columns: the columns of columnar files that stand for our names.
+        text_column: the only column of theirs that is read.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -48,7 +58,8 @@ def open_rows(data: DataPath | Sequence[DataPath], *, split: str | None = None, 
     given = [data] if isinstance(data, str | PathLike) else list(data)
     if not given:
         raise SourceError("no data was given; expected a file or a list of files")
-    parts = [_open(name, split, subset) for item in given for name in _expanded(item)]
+    chosen = _Columns(columns or {}, text_column)
+    parts = [_open(name, split, subset, chosen) for item in given for name in _expanded(item)]
     rows = parts[0] if len(parts) == 1 else ManyRows(parts)
     if not len(rows):
         raise SourceError(
@@ -68,6 +79,10 @@ class ManyRows:
     def __init__(self, parts: Sequence[Rows]) -> None:
         """Hash the parts' hashes in order."""
         self.parts = parts
+        self.unread: dict[str, int] = {}
+        for part in parts:
+            for name, count in part.unread.items():
+                self.unread[name] = self.unread.get(name, 0) + count
         self._ends = list(accumulate(map(len, parts)))
         self._open: dict[int, None] = {}
         self.content_sha256 = hashlib.sha256("".join(part.content_sha256 for part in parts).encode()).hexdigest()
@@ -119,12 +134,7 @@ def _expanded(data: DataPath) -> list[str]:
         raise SourceError(f"a data path is {name!r}; expected the name of a file")
     path = Path(name)
     if path.is_dir() and not is_saved_dataset(path):
-        files = sorted(map(str, path.glob("*.parquet")))
-        if not files:
-            raise SourceError(
-                f"{name} is a directory without parquet files; expected a file of conversations, or a glob of files"
-            )
-        return files
+        return _in_folder(path)
     if not path.exists() and glob.has_magic(name):
         found = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute patterns
         files = sorted(file for file in found if not Path(file).is_dir())
@@ -134,20 +144,46 @@ def _expanded(data: DataPath) -> list[str]:
     return [name]
 
 
-def _open(name: str, split: str | None, subset: str | None) -> Rows:
+def _in_folder(path: Path) -> list[str]:
+    tables, lines = sorted(map(str, path.glob("*.parquet"))), sorted(map(str, filter(_holds_lines, path.iterdir())))
+    if not tables and not lines:
+        raise SourceError(f"{path} is a directory without parquet files or JSON Lines; expected files of conversations")
+    if tables and lines:
+        raise SourceError(f"{path} has both parquet files and JSON Lines; say which by a glob, such as {path}/*.jsonl")
+    return tables or lines
+
+
+def _holds_lines(path: Path) -> bool:
+    inner = Path(path.stem) if path.suffix.lower() in COMPRESSED_SUFFIXES else path
+    return inner.suffix.lower() in LINE_SUFFIXES and path.is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    columns: Mapping[str, str]
+    text_column: str | None
+
+
+def _open(name: str, split: str | None, subset: str | None, chosen: _Columns) -> Rows:
     path = Path(name)
     if name.startswith(HUB_PREFIX) or (not path.exists() and _may_be_on_the_hub(name)):
-        return HubRows(name.removeprefix(HUB_PREFIX), split=split, subset=subset)
+        return HubRows(
+            name.removeprefix(HUB_PREFIX),
+            split=split,
+            subset=subset,
+            columns=chosen.columns,
+            text_column=chosen.text_column,
+        )
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; expected a .jsonl, .json or .parquet file of conversations")
     if path.is_dir():
-        return HubRows(name, split=split)
+        return HubRows(name, split=split, columns=chosen.columns, text_column=chosen.text_column)
     if not S_ISREG(path.stat().st_mode):
         raise SourceError(f"{path} is not a regular file, and rows are read by offset; write them to a file first")
-    return _open_file(path)
+    return _open_file(path, chosen)
 
 
-def _open_file(path: Path) -> Rows:
+def _open_file(path: Path, chosen: _Columns) -> Rows:
     suffix = path.suffix.lower()
     promised = COMPRESSED_SUFFIXES.get(suffix)
     with path.open("rb") as file:
@@ -156,7 +192,7 @@ def _open_file(path: Path) -> Rows:
     if promised is not None and found != promised and head:
         raise SourceError(f"{path} is not compressed as its name says; name it by what it holds")
     if suffix == ".parquet":
-        return ParquetRows(path)
+        return ParquetRows(path, chosen.columns, chosen.text_column)
     if head == PARQUET_MAGIC:
         raise SourceError(f"{path} is a parquet file; name it .parquet")
     spool = unpack(path, found) if found is not None else None

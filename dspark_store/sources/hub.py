@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import FIELDS, NUMBERS, RowData, without_null_keys
+from dspark_store.sources.rows import HARMLESS, NUMBERS, RowData, choose_columns, without_null_keys
 from dspark_store.sources.source import SourceError
 
 _ROWS_A_BATCH = 1000
@@ -20,13 +21,23 @@ class HubRows:
     The content hash is over the rows' values, so that it does not depend on how and where the library keeps them.
     """
 
-    def __init__(self, name: str, *, split: str | None, subset: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        split: str | None,
+        subset: str | None = None,
+        columns: Mapping[str, str] = MappingProxyType({}),
+        text_column: str | None = None,
+    ) -> None:
         """Load the split and read it once, for its SHA-256.
 
         Args:
             name: a name on the hub, or a directory that `save_to_disk` wrote.
             split: the split's name; None for `train` or the only one.
             subset: the name of the configuration.
+            columns: the columns that stand for our names.
+            text_column: the only column that is read.
 
         Raises:
             SourceError: there is no such dataset or split, or it has no column of conversations or tokens.
@@ -34,7 +45,11 @@ class HubRows:
 
         """
         self._name = name
-        self._dataset = _with_columns(name, _load(name, split, subset))
+        dataset = _load(name, split, subset)
+        chosen = choose_columns(f"dataset {name}", dataset.column_names, columns, text_column)
+        self._dataset = dataset.select_columns(chosen).with_format(None)
+        unread = [column for column in dataset.column_names if column not in {*chosen, *HARMLESS}]
+        self.unread: dict[str, int] = {column: _filled(dataset, column) for column in unread}
         digest = hashlib.sha256()
         for batch in self._dataset.iter(_ROWS_A_BATCH):
             for row in _objects(batch):
@@ -88,14 +103,10 @@ def _load(name: str, split: str | None, subset: str | None) -> Any:  # noqa: ANN
     return loaded[wanted]
 
 
-def _with_columns(name: str, dataset: Any) -> Any:  # noqa: ANN401 - datasets has no types
-    names = set(dataset.column_names)
-    if not {"messages", "conversations", "input_ids"} & names:
-        raise SourceError(
-            f"dataset {name} has the columns {', '.join(sorted(names)) or '(none)'}; expected messages, conversations "
-            "or input_ids"
-        )
-    return dataset.select_columns([field for field in FIELDS if field in names]).with_format(None)
+def _filled(dataset: Any, column: str) -> int:  # noqa: ANN401 - datasets has no types
+    """Return how many rows have a value in a column."""
+    batches = dataset.select_columns([column]).with_format("arrow").iter(_ROWS_A_BATCH)
+    return len(dataset) - sum(int(batch.column(0).null_count) for batch in batches)
 
 
 def _objects(columns: dict[str, list[JsonValue]]) -> list[dict[str, JsonValue]]:

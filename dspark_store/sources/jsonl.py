@@ -29,6 +29,7 @@ class JsonlRows:
             spool: a file that holds the text in its place, for a compressed `path`.
 
         """
+        self.unread: dict[str, int] = {}  # what a row has beside what is read, it shows itself
         self._path = path
         self._spool = spool
         self._file: BinaryIO | None = None
@@ -96,6 +97,7 @@ class JsonRows:
 
     def __init__(self, path: Path, content: bytes) -> None:
         """Parse the document; SourceError if it is not JSON."""
+        self.unread: dict[str, int] = {}
         self._path = path
         self.content_sha256 = hashlib.sha256(content).hexdigest()
         try:

@@ -59,7 +59,9 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
         conversation.tools,
         conversation.template_kwargs,
     )
-    wanted = conversation.supervised[len(conversation.messages) - len(messages) :]
+    answers = zip(conversation.messages, conversation.supervised, strict=True)
+    flags = iter([flag for message, flag in answers if message["role"] == "assistant"])  # others may be folded
+    wanted = [message["role"] == "assistant" and next(flags) for message in messages]
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     unwanted = [index for index in said if not wanted[index]]
     cut_off = not conversation.ended and said[-1:] == [len(messages) - 1]

@@ -6,7 +6,8 @@ from typing import cast
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.calls import Message, parsed, shown, tool_calls, with_call_ids
-from dspark_store.sources.rows import without_null_keys
+from dspark_store.sources.options import check_template_kwargs
+from dspark_store.sources.rows import SHAPES_TAKEN, shape_of, without_null_keys
 from dspark_store.sources.source import SourceError
 
 __all__ = ["Conversation", "Message", "content_of", "fold_system_message", "read_conversation"]
@@ -50,7 +51,7 @@ class Conversation:
 
 
 def read_conversation(row: Mapping[str, JsonValue]) -> Conversation:
-    """Read a row in OpenAI's shape (`messages`, optional `tools`) or in ShareGPT's (`conversations`).
+    """Read a row in one of `rows.SHAPES`, with what of `rows.BESIDE` it has.
 
     A key whose value is null is no key, but for what is below `tools` and `arguments`. Contents become strings: the
     text parts of a list joined with one space, `str()` of anything else; a message may have none. Keys that are not
@@ -61,10 +62,16 @@ def read_conversation(row: Mapping[str, JsonValue]) -> Conversation:
 
     """
     row = cast("dict[str, JsonValue]", without_null_keys(dict(row), _AS_THEY_ARE))
-    field = "messages" if "messages" in row else "conversations"
-    if field not in row:
-        raise SourceError(f"the row has neither messages nor conversations; its keys are {sorted(row)}")
-    return Conversation(_messages(row[field], field), _tools(row.get("tools")))
+    shape = shape_of(row)
+    if shape is None or shape == ("input_ids",):
+        raise SourceError(
+            f"the row has neither messages nor conversations; its keys are {sorted(row)}; expected {SHAPES_TAKEN}"
+        )
+    messages = with_call_ids(_with_system(_of_shape(row, shape), row.get("system")))
+    supervised = [_is_supervised(message, f"message {index}") for index, message in enumerate(messages)]
+    given = parsed(row.get("chat_template_kwargs", {}))
+    template_kwargs = check_template_kwargs(given, "chat_template_kwargs of the row")
+    return Conversation(messages, _tools(row.get("tools")), supervised, _has_ended(row), template_kwargs)
 
 
 def content_of(message: Message) -> str:
@@ -90,11 +97,62 @@ def fold_system_message(messages: Sequence[Message], roles: Sequence[str] = ("sy
     return list(messages) if waiting else folded
 
 
+def _of_shape(row: Mapping[str, JsonValue], shape: tuple[str, ...]) -> list[Message]:
+    if len(shape) == 1:
+        return _messages(parsed(row[shape[0]]), shape[0])
+    if shape[0] == "prompt":
+        asked, said = shape
+        return [*_texts_or_messages(row, asked, "user"), *_texts_or_messages(row, said, "assistant")]
+    *asked_in, said = shape
+    asking = "\n".join(text for name in asked_in if (text := _text(row.get(name, ""), name)))
+    return [{"role": "user", "content": asking}, {"role": "assistant", "content": _text(row[said], said)}]
+
+
+def _texts_or_messages(row: Mapping[str, JsonValue], name: str, role: str) -> list[Message]:
+    value = row[name]
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, name)
+
+
 def _messages(turns: JsonValue, where: str) -> list[Message]:
-    turns = without_null_keys(parsed(turns), _AS_THEY_ARE)
+    turns = without_null_keys(turns, _AS_THEY_ARE)
     if not isinstance(turns, list) or not turns:
         raise SourceError(f"{where} must be a list of at least one message, got {shown(turns)}")
-    return with_call_ids([_message(turn, f"{where}[{index}]") for index, turn in enumerate(turns)])
+    return [_message(turn, f"{where}[{index}]") for index, turn in enumerate(turns)]
+
+
+def _with_system(messages: list[Message], system: JsonValue) -> list[Message]:
+    """Return the messages behind what the row says beside them to the system, if they do not begin with it."""
+    text = "" if system is None else _text(system, "system")
+    if not text.strip():
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    if content_of(messages[0]) != text:
+        raise SourceError(
+            f"system is {shown(text)}, and the conversation begins with another system message, "
+            f"{shown(content_of(messages[0]))}; leave one of them out"
+        )
+    return messages
+
+
+def _is_supervised(message: Message, where: str) -> bool:
+    """Tell whether a message is to be learned from, which rows say by `weight`, `loss` or `train`: 0 or 1."""
+    if message["role"] != "assistant":
+        return False
+    for name in ("weight", "loss", "train"):
+        value = message.get(name, 1)
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise SourceError(f"{name} of {where} is {shown(value)}; expected 0 or 1")
+        if not value:
+            return False
+    return True
+
+
+def _has_ended(row: Mapping[str, JsonValue]) -> bool:
+    ended = row.get("ended", True)
+    if not isinstance(ended, bool):
+        raise SourceError(f"ended is {shown(ended)}; expected true or false")
+    return ended and row.get("finish_reason") != "length"
 
 
 def _message(turn: JsonValue, where: str) -> Message:

@@ -1,23 +1,81 @@
 """The options of conversations: what a job, one source and `dspark-store tokens` can say alike, defined once."""
 
 import datetime as dt
-from collections.abc import Mapping
+import difflib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.cutting import OVER_LONG, SIDES
+from dspark_store.sources.rows import KNOWN_KEYS
 from dspark_store.sources.source import SourceError
 
 ON_BAD_ROW = ("error", "skip")
 ORDERS = ("automodel",)
 
+_SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_RESERVED = frozenset(
+    # what we and transformers hand to templates ourselves
+    {"conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"}
+    | {"tokenizer_kwargs", "raise_exception", "strftime_now", "additional_special_tokens", *_SPECIAL_TOKENS}
+)
 _NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, and not what is in its store
 
 
 def _option(default: Any, help: str, **of_flag: Any) -> Any:  # noqa: A002, ANN401 - a field's default, argparse's names
     return field(default=default, metadata={"help": help, **of_flag})
+
+
+def check_template_kwargs(given: object, where: str) -> dict[str, JsonValue]:
+    """Return variables for chat templates; SourceError if they are no object, or one is not for users to give."""
+    if not isinstance(given, Mapping):
+        raise SourceError(f"{where} must be an object of variables, got {given!r:.60}")
+    for name in given:
+        if not isinstance(name, str) or name in _RESERVED or name.startswith("return_"):
+            raise SourceError(f"{where} has {name!r}, which is given to templates anyway; leave it out")
+    try:
+        json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"{where} must be JSON ({error})") from error
+    return dict(given)
+
+
+def _template_kwargs(given: object) -> dict[str, JsonValue] | None:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise SourceError(f"chat_template_kwargs is {given!r}, which is not JSON ({error})") from error
+    return check_template_kwargs(given, "chat_template_kwargs") or None
+
+
+def _columns(given: object) -> dict[str, str] | None:
+    """Return which column stands for each of our names, from a mapping or words `name=column`."""
+    pairs = given.items() if isinstance(given, Mapping) else _column_pairs(given)
+    columns = {}
+    for name, column in pairs:
+        if name not in KNOWN_KEYS:
+            near = difflib.get_close_matches(str(name), sorted(KNOWN_KEYS), 1, cutoff=0.0)[0]
+            raise SourceError(f"columns: {name!r} is none of the names that are read; the nearest is {near!r}")
+        if not isinstance(column, str) or not column:
+            raise SourceError(f"columns: {name} is {column!r}; expected the name of a column")
+        columns[name] = column
+    return columns or None
+
+
+def _column_pairs(given: object) -> list[tuple[str, str]]:
+    words = [given] if isinstance(given, str) else given
+    if not isinstance(words, Sequence):
+        raise SourceError(f"columns is {given!r}; expected a mapping, or messages=NAME and the like")
+    pairs = [str(word).partition("=") for word in words]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise SourceError(f"columns: {name!r} is no name=column; for example messages=conversation")
+    return [(name, column) for name, _, column in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +91,7 @@ class RowOptions:
         min_supervised: leave out samples with fewer supervised tokens.
         order: "automodel" reads the rows that NeMo Automodel reads, in its order (see `order.select_automodels_rows`);
             None those of `order.select_rows`.
+        columns: which key or column of the data stands for each of our names, such as `messages`.
 
     """
 
@@ -48,6 +107,9 @@ class RowOptions:
     order: str | None = _option(
         None, "automodel: the rows that NeMo Automodel reads, in its order; JSON files are not shuffled", choices=ORDERS
     )
+    columns: Mapping[str, str] | None = _option(
+        None, "what the data calls messages, tools and the like", convert=_columns, nargs="+", metavar="NAME=COLUMN"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +120,9 @@ class ChatOptions(RowOptions):
         mask_headers: do not supervise the role headers of assistant messages, where the template has no generation
             tags.
         mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
+        chat_template_kwargs: variables for the chat template; those of a row win over them, key by key.
+        text_column: rows are the text of this key, with the special tokens that the tokenizer adds by itself, and
+            nothing else; all of it is supervised.
         template_date: YYYY-MM-DD, for templates that ask the clock; None: today's, and that of the first run ever
             after.
 
@@ -65,7 +130,13 @@ class ChatOptions(RowOptions):
 
     mask_headers: bool = _option(False, "do not supervise the role headers of assistant messages")
     mask_reasoning_content: bool = _option(False, "do not supervise reasoning_content")
-
+    chat_template_kwargs: Mapping[str, JsonValue] | None = _option(
+        None,
+        'variables for the chat template, such as {"enable_thinking": false}',
+        convert=_template_kwargs,
+        metavar="JSON",
+    )
+    text_column: str | None = _option(None, "read this column as plain text, all of it supervised", metavar="NAME")
     template_date: str | dt.date | None = _option(  # noqa: RUF009 - it makes a field, as all of these do
         None, "the date, YYYY-MM-DD, for a chat template that asks the clock: that of the first run if not given"
     )
@@ -98,7 +169,12 @@ def options_of(given: object, own: Mapping[str, Any] = MappingProxyType({})) -> 
     """Return the options among the attributes of settings, flags or a context; `own` wins. None is one not given."""
     values = {option.name: getattr(given, option.name) for option in fields(ChatOptions)}
     values |= {name: value for name, value in own.items() if value is not None}
-    return ChatOptions(**{name: value for name, value in values.items() if value is not None})
+    return ChatOptions(**{name: _converted(name, value) for name, value in values.items() if value is not None})
+
+
+def _converted(name: str, value: object) -> Any:  # noqa: ANN401 - an option's value
+    convert = {option.name: option.metadata.get("convert") for option in fields(ChatOptions)}[name]
+    return convert(value) if convert else value
 
 
 def option_values(options: ChatOptions) -> dict[str, Any]:

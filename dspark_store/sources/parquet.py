@@ -3,14 +3,14 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import FIELDS, NUMBERS, RowData, without_null_keys
+from dspark_store.sources.rows import HARMLESS, NUMBERS, RowData, choose_columns, without_null_keys
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.spool import Spool
 
@@ -29,7 +29,7 @@ class ParquetRows:
     to a temporary file, since each would else cost a row group.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Mapping[str, str], text_column: str | None) -> None:
         """Read the footer, and the file once for its SHA-256.
 
         Raises:
@@ -45,13 +45,11 @@ class ParquetRows:
         self._offsets = array("q")
         self._file: pq.ParquetFile | None = None
         file = self._opened()
-        names = set(file.schema_arrow.names)
-        self._columns = [name for name in FIELDS if name in names]
-        if not {"messages", "conversations", "input_ids"} & names:
-            raise SourceError(
-                f"{path} has the columns {', '.join(sorted(names)) or '(none)'}; expected messages, conversations or "
-                "input_ids"
-            )
+        names = file.schema_arrow.names
+        self._columns = choose_columns(str(path), names, columns, text_column)
+        self.unread: dict[str, int] = {
+            name: self._filled(name) for name in names if name not in {*self._columns, *HARMLESS}
+        }
         counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         with path.open("rb") as raw:
@@ -89,6 +87,20 @@ class ParquetRows:
             self._file.close()
             self._file = None
 
+    def _filled(self, name: str) -> int:
+        """Return how many rows have a value in a column: by the footer, if it says so."""
+        file = self._opened()
+        groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+        own = [chunk for chunk in chunks if chunk.path_in_schema == name]
+        if own and all(chunk.statistics is not None and chunk.statistics.has_null_count for chunk in own):
+            return sum(int(chunk.statistics.num_values) for chunk in own)
+        try:
+            batches = [int(batch.column(0).null_count) for batch in file.iter_batches(_ROWS_A_BATCH, columns=[name])]
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+        return int(file.metadata.num_rows) - sum(batches)
+
     def _run(self, start: int, stop: int) -> list[RowData]:
         taken: list[RowData] = []
         while start < stop:
@@ -110,13 +122,13 @@ class ParquetRows:
         return self._table
 
     def _write_spool(self) -> None:
-        spool = Spool()
+        spool = Spool(self._path, compressed=False)
         position = 0
         try:
             for batch in self._opened().iter_batches(_ROWS_A_BATCH, columns=self._columns):
                 for row in _objects(batch):
                     self._offsets.append(position)
-                    position += spool.file.write(json.dumps(row).encode() + b"\n")
+                    position += spool.write(json.dumps(row).encode() + b"\n")
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
         self._spool = spool

@@ -39,6 +39,7 @@ class SourceReport:
         empty: rows that render to no tokens.
         refused: rows that cannot be used.
         reasons: the refusals by kind of message.
+        notes: what of rows was left aside, such as a key that is not read, and how many rows have it.
 
     """
 
@@ -56,6 +57,12 @@ class SourceReport:
     empty: int = 0
     refused: int = 0
     reasons: dict[str, Refusals] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, note: str, rows: int = 1) -> bool:
+        """Count rows of which something was left aside; return whether it is the first time."""
+        self.notes[note] = self.notes.get(note, 0) + rows
+        return self.notes[note] == rows
 
     def refuse(self, where: str, reason: str) -> None:
         """Count a refused row, and keep its message if it is among the first of its kind."""
@@ -84,6 +91,7 @@ class SourceReport:
         ]
         width = max(len(name) for name, _ in facts)
         lines = [f"{name:<{width}}  {count:,}" for name, count in facts]
+        lines += [f"{note}: {count:,} rows" for note, count in sorted(self.notes.items())]
         for refusals in sorted(self.reasons.values(), key=lambda refusals: -refusals.count):
             lines.append(f"refused {refusals.count:,}:")
             lines.extend(f"  {example}" for example in refusals.examples)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NoReturn, Protocol, cast
 
 from dspark_store.format.jsonvalue import JsonValue
@@ -10,10 +10,32 @@ from dspark_store.sources.source import SourceError
 
 MAX_ROW_BYTES = 32 * 1024 * 1024
 REPLACEMENT = "\ufffd"
-FIELDS = ("messages", "conversations", "tools", "input_ids", "loss_mask", "labels", "attention_mask")
-"""The fields of a row that are read."""
 NUMBERS = frozenset({"input_ids", "loss_mask", "labels", "attention_mask"})
-"""Those of them that are lists of numbers."""
+"""The keys of a row that are lists of numbers."""
+SHAPES = (
+    ("input_ids",),
+    ("messages",),
+    ("conversations",),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "input", "output"),
+)
+"""The keys that make a conversation, or tokens, of a row; the first that it has count. `input` may be missing."""
+SHAPES_TAKEN = (
+    "messages, conversations, prompt and response, prompt and completion, instruction (and input) and output, or "
+    "input_ids; columns (messages=NAME) gives them other names, text_column (NAME) takes plain text"
+)
+BESIDE = ("tools", "system", "chat_template_kwargs", "ended", "finish_reason")
+"""The keys that are read beside a conversation."""
+FIELDS = ("messages", "conversations", "tools", "input_ids", "loss_mask", "labels", "attention_mask", *BESIDE[1:])
+"""The columns that are read, in this order, where one of the first three shapes is among them."""
+KNOWN_KEYS = frozenset({*FIELDS, *(name for shape in SHAPES for name in shape)})
+HARMLESS = frozenset(
+    {"id", "idx", "index", "uuid", "hash", "url", "source", "dataset", "dataset_name", "data_source", "origin", "split"}
+    | {"prompt_id", "conversation_id", "conversation_hash", "message_id", "sample_id", "row_id", "model", "generated"}
+    | {"language", "lang", "category", "license", "timestamp", "created", "num_turns", "num_tokens", "metadata"}
+)
+"""Keys that say where a row is from: that they are not read needs no word."""
 
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -25,6 +47,7 @@ class Rows(Protocol):
     """Rows that were counted and hashed once, and are now given by their numbers."""
 
     content_sha256: str
+    unread: dict[str, int]  # columns that are not read, and may matter, and how many rows have a value there
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -59,6 +82,47 @@ def parse_row(data: RowData) -> tuple[dict[str, JsonValue], bool]:
         return row, False
     replaced, count = _without_surrogates(row)
     return cast("dict[str, JsonValue]", replaced), count > 0
+
+
+def shape_of(keys: Container[str]) -> tuple[str, ...] | None:
+    """Return the first of the shapes whose keys are there; None for none."""
+    return next((shape for shape in SHAPES if all(name in keys or name == "input" for name in shape)), None)
+
+
+def unread_keys(row: Mapping[str, JsonValue], text_column: str | None) -> list[str]:
+    """Return the keys of a row that are not read and may matter. A key whose value is null is none."""
+    read = {text_column}
+    if text_column is None:
+        shape = shape_of({key for key, value in row.items() if value is not None}) or ()
+        read = {*shape, *(NUMBERS if shape == ("input_ids",) else BESIDE)}
+    return [key for key, value in row.items() if value is not None and key not in read and key not in HARMLESS]
+
+
+def renamed(row: Mapping[str, JsonValue], columns: Mapping[str, str]) -> dict[str, JsonValue]:
+    """Return a row under our names, given which of its keys stand for them."""
+    own = {key: value for key, value in row.items() if key not in columns and key not in columns.values()}
+    return {**own, **{name: row[key] for name, key in columns.items() if key in row}}
+
+
+def choose_columns(place: str, names: Sequence[str], columns: Mapping[str, str], text_column: str | None) -> list[str]:
+    """Return which columns of a columnar file are to be read.
+
+    Raises:
+        SourceError: one that the user named is not there, or they make no shape of rows.
+
+    """
+    there = f"{place} has the columns {', '.join(sorted(names)) or '(none)'}"
+    for name in (*columns.values(), *([text_column] if text_column else [])):
+        if name not in names:
+            raise SourceError(f"{there}; expected {name!r}, which was named")
+    if text_column:
+        return [text_column]
+    ours = {name: name for name in names if name not in columns.values()} | dict(columns)
+    shape = shape_of(ours)
+    if shape is None:
+        raise SourceError(f"{there}; expected {SHAPES_TAKEN}")
+    wanted = FIELDS if len(shape) == 1 else (*shape, *BESIDE)
+    return [ours[name] for name in wanted if name in ours]
 
 
 def without_null_keys(value: JsonValue, as_it_is: frozenset[str] = frozenset()) -> JsonValue:

@@ -235,7 +235,8 @@ def needs_content(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TE
     call: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answers: list[Message] = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant"}]
     return any(
-        not _takes(tokenizer, [user, said], text_bytes) and _takes(tokenizer, [user, {**said, "content": ""}], text_bytes)
+        not _takes(tokenizer, [user, said], text_bytes)
+        and _takes(tokenizer, [user, {**said, "content": ""}], text_bytes)
         for said in answers
     )
 

@@ -312,3 +312,29 @@ def test_help_names_every_setting(capsys):
 
 def _flag(name):
     return f"--{name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["yaml", "flags"])
+def test_the_options_of_rows_are_settings_and_flags(tmp_path, in_file):
+    if in_file:
+        lines = "columns: {messages: chat}\nchat_template_kwargs: {enable_thinking: false}\ntext_column: text\n"
+        config = parse_yaml(tmp_path, lines, *REQUIRED)
+    else:
+        columns = ("--columns", "messages=chat", "--text-column", "text")
+        config = parse(*columns, "--chat-template-kwargs", '{"enable_thinking": false}')
+    assert config.columns == {"messages": "chat"}
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert config.text_column == "text"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chat-template-kwargs", "no"), "chat_template_kwargs is 'no', which is not JSON"),
+        (("--chat-template-kwargs", '{"tools": []}'), "chat_template_kwargs has 'tools', which is given"),
+        (("--columns", "chat"), "columns: 'chat' is no name=column; for example messages=conversation"),
+    ],
+)
+def test_options_of_rows_that_cannot_be_are_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*arguments)

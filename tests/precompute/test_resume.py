@@ -25,8 +25,9 @@ from tests.precompute.jobs import (
     run_module,
     sharded_module,
     states_of_files,
+    write_rows,
 )
-from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama
+from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama, tiny_tokenizer
 
 
 def test_a_finished_store_is_refused_without_resume_and_left_alone_with_it(store, llama, chats, no_target, capsys):
@@ -284,3 +285,18 @@ def test_a_target_that_computes_something_else_with_the_same_weights_is_refused(
     (other / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
     line = refused(job("--resume", target=other, output=unfinished), capsys)
     assert "does not match this run in target_config.rms_norm_eps: store 1e-06, this run 0.5" in line
+
+
+def test_texts_need_no_chat_template_and_are_resumed_by_the_same_column_only(tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    target = save_target_dir(tmp_path / "base", tokenizer=tokenizer)
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "one two", "title": "one"}, {"text": "two", "title": "two"}])
+    assert "no chat template" in refused(arguments(target, texts, tmp_path / "chats"), capsys)
+    store = precompute(target, texts, tmp_path / "store", "--text-column", "text", "--shuffle-seed", "none")
+    cache = ds.open_cache(store)
+    assert cache[0]["input_ids"][: cache.lengths[0]].tolist() == tokenizer("one two")["input_ids"]
+    assert cache.supervised.tolist() == cache.lengths.tolist()
+    flags = ("--resume", "--shuffle-seed", "none", "--text-column")
+    assert main(arguments(target, texts, store, *flags, "text")) == 0
+    assert "does not match this run in source" in refused(arguments(target, texts, store, *flags, "title"), capsys)

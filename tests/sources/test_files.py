@@ -1,9 +1,13 @@
 import gzip
 import json
+import shutil
+import tracemalloc
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
+from dspark_store.sources import spool
 from dspark_store.sources.files import LARGEST_DOCUMENT, open_rows
 from dspark_store.sources.rows import parse_row
 from dspark_store.sources.source import SourceError
@@ -50,6 +54,36 @@ def test_a_compressed_file_that_is_cut_or_damaged_says_so(tmp_path, name, pack):
     (tmp_path / name).write_bytes(data[:12] + b"\xff\xff\xff\xff\xff\xff" + data[18:])
     with pytest.raises(SourceError, match=rf"{name}: the \w+ stream (is damaged|ends early)"):
         open_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(("name", "pack"), PACKED[:2])
+def test_a_compressed_file_that_would_fill_a_disk_is_refused_in_bounded_memory(tmp_path, monkeypatch, name, pack):
+    (tmp_path / name).write_bytes(pack(b"[" + b" " * 200_000_000))
+    monkeypatch.setattr(spool, "LEAST_LIMIT", 1_000_000)
+    tracemalloc.start()
+    with pytest.raises(
+        SourceError, match=rf"{name} has [\d,]+ bytes and unpacks to more than .* name the unpacked file"
+    ):
+        open_rows(tmp_path / name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000_000
+    assert numbers(write_rows(tmp_path / "rows.jsonl", *ROWS)) == [0, 1, 2, 3, 4]
+
+
+def test_contents_that_the_disk_does_not_hold_are_refused_before_it_is_full(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20))
+    with pytest.raises(
+        SourceError, match=r"a\.jsonl\.gz needs more than 45 bytes in .*, where 20 were free; let TMPDIR"
+    ):
+        open_rows(tmp_path / "a.jsonl.gz")
+
+
+def test_text_that_packs_well_is_no_bomb(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES * 100_000))
+    with closing(open_rows(tmp_path / "a.jsonl.gz")) as rows:
+        assert len(rows) == 500_000
 
 
 def test_a_compressed_document_is_read_too(tmp_path):
