@@ -4,7 +4,8 @@
 
 Rates are of the clock and of the processor: the second hardly depends on what else the machine does. The library's
 rate is that of one call a thousand texts that are rendered already, on as many threads as there are
-workers. Ours goes from a JSONL file to ids and masks: parsing, rendering, finding what the assistant said.
+workers. Ours goes from a JSONL file to ids and masks: parsing, rendering, finding what the assistant said. A long trace
+with tools is measured apart.
 """
 
 import argparse
@@ -25,7 +26,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.tables import Column, Comparison, Recorder, Table
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.chat import ChatSource
+from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.rendering import Renderer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -33,6 +38,14 @@ TEMPLATE = (
     "{{ m['content'] + '<|im_end|>\n' }}ENDTAG{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TRACES = (
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m['role'] == 'tool' else m['role']) + '\n' }}"
+    "{% if m['reasoning_content'] %}{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>\n' }}"
+    "{{ call['function'] | tojson }}{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TURNS_OF_A_TRACE = 200
 TEXTS_A_CALL = 1000
 FEWEST, MOST = 20, 160  # words of an answer
 VOCABULARY = 30_000
@@ -60,6 +73,45 @@ def chats(count: int, generator: random.Random) -> Iterator[dict[str, list[dict[
             messages.append({"role": "user", "content": sentence(5, 40)})
             messages.append({"role": "assistant", "content": sentence(FEWEST, MOST)})
         yield {"messages": messages}
+
+
+def trace(turns: int, generator: random.Random) -> list[Message]:
+    """Make up a conversation in which the assistant reasons and calls a tool at every turn."""
+    vocabulary = words(5_000, generator)
+
+    def text(count: int) -> str:
+        return " ".join(generator.choices(vocabulary, k=count))
+
+    messages: list[Message] = [{"role": "user", "content": text(40)}]
+    for turn in range(turns):
+        function: JsonValue = {"name": generator.choice(["find", "edit"]), "arguments": {"path": text(2), "line": turn}}
+        calls: JsonValue = [{"id": "call_0", "type": "function", "function": function}]
+        why = text(30)
+        messages.append({"role": "assistant", "content": "", "reasoning_content": why, "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": "call_0", "content": text(60)})
+    return [*messages, {"role": "assistant", "content": text(40)}]
+
+
+def trace_table(tokenizer: PreTrainedTokenizerBase) -> Table:
+    """Return the processor time of a trace from messages to ids and masks, beside that of rendering it once."""
+    tokenizer.chat_template = TRACES
+    messages = trace(TURNS_OF_A_TRACE, random.Random(2))
+    renderer = Renderer(tokenizer)
+    renderer.tokenise([renderer.render(messages, None)])
+    start = time.process_time()
+    (tokens,) = renderer.tokenise([renderer.render(messages, None)])
+    once = time.process_time() - start
+    rows: list[tuple[str, float, float]] = [("rendered and tokenised once", once * 1e3, 1.0)]
+    for options in (MaskOptions(), MaskOptions(reasoning=True)):
+        renderer = Renderer(tokenizer)  # one that has seen no conversation before
+        start = time.process_time()
+        tokens_and_mask(renderer, Conversation(messages, None), options)
+        spent = time.process_time() - start
+        name = "ids and masks" + (", reasoning masked" if options.reasoning else "")
+        rows.append((name, spent * 1e3, spent / once))
+    columns = (Column("trace"), Column("processor ms", ",.0f"), Column("ratio", ".2f"))
+    note = f"{TURNS_OF_A_TRACE} turns with a tool, {len(tokens.ids):,} tokens, no generation tags."
+    return Table("A long trace", columns, tuple(rows), (note,), ())
 
 
 def trained_tokenizer(texts: Iterator[str], *, tagged: bool) -> PreTrainedTokenizerFast:
@@ -160,6 +212,7 @@ def main(arguments: Sequence[str]) -> int:
         ours, whole, memory = our_rate(tokenizer, path, given.workers)
     recorder.describe(f"{given.chats:,} chats, {given.workers} processes")
     recorder.add(tokenise_table(library, ours, whole, memory))
+    recorder.add(trace_table(tokenizer))
     recorder.save(given.json)
     return 0
 
