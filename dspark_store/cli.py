@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.precompute.arguments import OneLineParser
+from dspark_store.precompute.say import say, say_error
 
 DAMAGED, USER_ERROR, UNEXPECTED = 1, 2, 3
 INTERRUPTED = 130
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parser(words).parse_args(words)
         return COMMANDS[given.command].load().run(given)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", out=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output has seen enough
         sys.stderr.close()
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell(error: object, exit_code: int) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    say_error(error)
     return exit_code
 
 

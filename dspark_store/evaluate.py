@@ -16,6 +16,7 @@ from dspark_store.evaluation.judgement import Judgement, judge, judge_sampled, p
 from dspark_store.evaluation.sampling import Sampler
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.say import log_to_stderr, say, say_error
 from dspark_store.precompute.world import one_line
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
@@ -51,19 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
+        log_to_stderr("WARNING")
         total = evaluate(given)
         for line in summary(total, given.temperature):
-            print(line)
+            say(line)
         return DIFFERS if total.differing else 0
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say_error(one_line(error))
         return DAMAGED if isinstance(error, DamagedCheckpointError) else USER_ERROR
     except Exception as error:  # noqa: BLE001 - whatever it is, users get one line
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say_error(one_line(error))
         return UNEXPECTED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", out=sys.stderr)
         return INTERRUPTED
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from dspark_store.precompute.say import log_to_stderr, say, say_error
 from dspark_store.precompute.world import one_line
 from dspark_store.training.checkpoint import DamagedCheckpointError
 from dspark_store.training.config import parse_arguments
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     quiet = config.log_level == "INFO" and not leads()
     level = "WARNING" if quiet else config.log_level
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr(level)
     return _run(config)
 
 
@@ -48,13 +49,13 @@ def _run(config: TrainConfig) -> int:
         return _code(error)
     except KeyboardInterrupt:
         if leads():
-            print("interrupted: go on from the last checkpoint with --resume", file=sys.stderr)
+            say("interrupted: go on from the last checkpoint with --resume", out=sys.stderr)
         return INTERRUPTED
 
 
 def _tell(error: Exception) -> None:
     foreseen = isinstance(error, FloatingPointError)
-    print(f"error: {' '.join(str(error).split()) if foreseen else one_line(error)}", file=sys.stderr)
+    say_error(error if foreseen else one_line(error))
 
 
 def _code(error: BaseException | None) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Sequence
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.inspection.compare.comparison import Comparison, compare_stores
 from dspark_store.inspection.compare.metadata_diff import FieldDifference
+from dspark_store.precompute.say import say, say_json
 from dspark_store.readers.cache import Cache, open_cache
 
 DIFFERENT = 1
@@ -38,10 +38,10 @@ def run(given: argparse.Namespace) -> int:
     a, b = (open_cache(path, allow_incomplete=True, allow_reduced_depth=True) for path in (given.a, given.b))
     found = compare_stores(a, b, samples=given.samples, layers=given.layers, threads=given.threads)
     if given.json:
-        print(json.dumps(_document(found, a, b), indent=2))
+        say_json(_document(found, a, b))
     else:
         for line in _lines(found, a, b):
-            print(line)
+            say(line)
     return 0 if found.is_equal else DIFFERENT
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import sys
 from collections.abc import Iterator
 
 from dspark_store.format.jsonvalue import JsonValue
@@ -17,6 +15,7 @@ from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, for
 from dspark_store.precompute.arguments import flag
 from dspark_store.precompute.config import add_settings, config_of
 from dspark_store.precompute.progress import size_text, time_text
+from dspark_store.precompute.say import say, say_error, say_json
 from dspark_store.precompute.settings import settings
 from dspark_store.precompute.watch import StoppedError
 from dspark_store.readers.cache import open_cache
@@ -53,13 +52,13 @@ def run(given: argparse.Namespace) -> int:
     try:
         forecast = _of_store(given) if given.store else _of_job(given)
     except StoppedError as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        say_error(error, kind="stopped")
         return error.exit_code
     if given.json:
-        print(json.dumps(_document(forecast), indent=2))
+        say_json(_document(forecast))
         return 0
     for line in _lines(forecast):
-        print(line)
+        say(line)
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.say import say
 from dspark_store.target.answers import Answer, Answerer, Message, Sampling
 from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
 from dspark_store.target.load import load_target, load_tokenizer
@@ -58,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
                 _write(file, members, answers, origin)
                 tokens += sum(answer.tokens for answer in answers)
                 bar.advance(len(members), f"{tokens:,} new tokens")
-    print(f"{len(conversations):,} chats in {output}, {len(conversations) - done:,} of them new")
+    say(f"{len(conversations):,} chats in {output}, {len(conversations) - done:,} of them new")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dspark_store.commands.terminal import Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.precompute.say import say_error, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
         cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
         reader = SampleReader(cache)
     except DamagedStoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return DAMAGED
     layers = given.layers or None
     cache.slots(layers)  # an unknown layer is refused before anything is printed
@@ -62,9 +63,9 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     found = find_tokenizer(cache.manifest, given.tokenizer)
     page = Page(cache, reader, found.tokenizer, layers, given.tokens, Colours(out))
     for line in page.preface(found.note, number=len(samples)):
-        print(line, file=out)
+        show(line, out=out)
     for sample in samples:
-        print(*page.sample(sample, states=not given.text_only), "", sep="\n", file=out)
+        show(*page.sample(sample, states=not given.text_only), "", out=out)
     return DAMAGED if page.damaged else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary.summary import ShardRun, Summary, summarise
 from dspark_store.precompute.progress import size_text, time_text
+from dspark_store.precompute.say import say_error, say_json, show
 from dspark_store.sources.identity import chat_rules
 
 DAMAGED = 1
@@ -34,12 +34,12 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     try:
         summary = summarise(LocalStorage(given.store))
     except DamagedStoreError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return DAMAGED
     if given.json:
-        print(json.dumps(asdict(summary), indent=2, ensure_ascii=False), file=out)
+        say_json(asdict(summary), out)
     else:
-        print(*screen(summary, columns(), Colours(out)), sep="\n", file=out)
+        show(*screen(summary, columns(), Colours(out)), out=out)
     return DAMAGED if summary.damage else 0
 
 

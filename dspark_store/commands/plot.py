@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dspark_store.precompute.say import say
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -33,5 +35,5 @@ def run(given: argparse.Namespace) -> int:
     trainings = [Curves.of(Path(training)) for training in given.trainings]
     output.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(trainings, output)
-    print(f"written: {output}")
+    say(f"written: {output}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from dspark_store.commands.workers import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
@@ -12,6 +11,7 @@ from dspark_store.inspection.rechunk.copy_plan import CopySettings
 from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.report import stored_bytes
+from dspark_store.precompute.say import say, say_error
 from dspark_store.readers.cache import Cache, open_cache
 
 DAMAGED = 1
@@ -38,13 +38,13 @@ def run(given: argparse.Namespace) -> int:
     except DamagedStoreError as error:
         mendable = given.destination in str(error) and "dspark-store repair" not in str(error)
         advice = f"; {remedy(given.destination)}" if mendable else ""
-        print(f"error: {error}; what is committed in {given.destination} stays{advice}", file=sys.stderr)
+        say_error(f"{error}; what is committed in {given.destination} stays{advice}")
         return DAMAGED
     if not copied:
-        print(f"{given.destination} is complete; nothing to do")
+        say(f"{given.destination} is complete; nothing to do")
         return 0
     old, new = (open_cache(path, allow_reduced_depth=True) for path in (given.source, given.destination))
-    print(f"{len(new):,} samples are copied, read back and compared: {_tells(old)} became {_tells(new)}")
+    say(f"{len(new):,} samples are copied, read back and compared: {_tells(old)} became {_tells(new)}")
     return 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 
 from dspark_store.commands.workers import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.repair import RepairPlan, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
+from dspark_store.precompute.say import say, say_error
 
 BEYOND_REPAIR = 1
 _SHOWN = 20
@@ -26,12 +26,12 @@ def run(given: argparse.Namespace) -> int:
     try:
         plan = repair(given.store, workers_of(given), dry_run=given.dry_run)
     except BeyondRepairError as error:
-        print(f"cannot be repaired: {error}", file=sys.stderr)
+        say_error(error, kind="cannot be repaired")
         return BEYOND_REPAIR
     for line in lines_of(plan, given.store):
-        print(line)
+        say(line)
     if given.dry_run and not plan.empty:
-        print("dry run: nothing was changed")
+        say("dry run: nothing was changed")
     return 0
 
 

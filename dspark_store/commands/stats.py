@@ -20,6 +20,7 @@ from dspark_store.inspection.stats.survey import Selection
 from dspark_store.inspection.stats.vocabulary import Decode
 from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.progress import Progress
+from dspark_store.precompute.say import say, say_error
 from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.readers.cache import Cache, open_cache
 
@@ -56,11 +57,11 @@ def run(given: argparse.Namespace) -> int:
             output.mkdir(parents=True, exist_ok=True)
             statistics = _measure(cache, rules, given, workers)
     except DamagedStoreError as error:
-        print(f"error: {error}; dspark-store verify lists all that is wrong", file=sys.stderr)
+        say_error(f"{error}; dspark-store verify lists all that is wrong")
         return DAMAGED
     _write(output / JSON_NAME, json.dumps(statistics, indent=1, allow_nan=False) + "\n")
     _write(output / PAGE_NAME, render_page(statistics))
-    print(*_summary(Figures(statistics)), f"written: {output / JSON_NAME}, {output / PAGE_NAME}", sep="\n")
+    say(*_summary(Figures(statistics)), f"written: {output / JSON_NAME}, {output / PAGE_NAME}")
     return 0
 
 
@@ -101,7 +102,7 @@ def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
     """Return what turns ids into texts: the tokenizer that was chosen, or the target's where it is on this machine."""
     found = find_tokenizer(cache.manifest, chosen)
     if found.note:
-        print(found.note, file=sys.stderr)
+        say(found.note, out=sys.stderr)
     tokenizer = found.tokenizer
     if tokenizer is None:
         return None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 import numpy as np
 
+from dspark_store.precompute.say import visible
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +22,6 @@ type Decode = Callable[[Sequence[int]], str]
 
 _CODES: dict[Colour, str] = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
 _WIDEST = 100
-# Text of a corpus may hold anything; what a terminal would obey is shown, and not obeyed.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Colours:
@@ -31,7 +31,8 @@ class Colours:
         self.shown = out.isatty() and not os.environ.get("NO_COLOR")
 
     def paint(self, text: str, colour: Colour) -> str:
-        """Return the text in a colour, or as it is."""
+        """Return the text in a colour, or as it is, for `show` to print; what cannot be seen in it is made visible."""
+        text = visible(text)
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.shown and text else text
 
 
@@ -44,11 +45,6 @@ def entry(name: str, text: str, width: int, indent: int = 10) -> list[str]:
     """Return a name and what is to be said of it, as lines of at most ``width`` columns; nothing is left out."""
     lines = textwrap.wrap(visible(text), max(20, width - indent), break_on_hyphens=False) or [""]
     return [f"{name if number == 0 else '':<{indent}}{line}".rstrip() for number, line in enumerate(lines)]
-
-
-def visible(text: str) -> str:
-    """Return the text with control characters, but for tabs and ends of lines, written out."""
-    return text.translate(_CONTROLS)
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

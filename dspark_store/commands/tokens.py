@@ -21,6 +21,7 @@ from dspark_store.inspection.compare.token_diff import TokenPair, other_fields, 
 from dspark_store.precompute.config import add_flags
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
+from dspark_store.precompute.say import say, show
 from dspark_store.sources.blend import Blend
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.identity import chat_rules, chat_template_sha256, tokenizer_sha256
@@ -168,16 +169,16 @@ def _compare(given: argparse.Namespace, out: TextIO) -> None:
         " and ".join(map(str, chat_rules(identity))) for identity in (record.manifest["source"], source.identity())
     ]
     if rules[0]:
-        print(f"rule of the store's conversations: {rules[0]}, of this version: {rules[1]}", file=out)
-    print(f"{differing:,} of {total:,} samples ({differing / max(1, total):.1%}) would be others today", file=out)
+        say(f"rule of the store's conversations: {rules[0]}, of this version: {rules[1]}", out=out)
+    say(f"{differing:,} of {total:,} samples ({differing / max(1, total):.1%}) would be others today", out=out)
     for difference, count in sorted(counted.items()):
         if difference:
-            print(f"  {count:,}: {difference}", file=out)
+            say(f"  {count:,}: {difference}", out=out)
     for pair in shown:
         _print_pair(pair, source, tokenizer, out)
     for _, report in source_reports(source):
         for reason in report.reasons.values():
-            print(f"\n{reason.count:,} rows cannot be used today, such as {reason.examples[0]}", file=out)
+            show(f"\n{reason.count:,} rows cannot be used today, such as {reason.examples[0]}", out=out)
 
 
 def _as_stored(given: argparse.Namespace, record: StoreRecord) -> ChatOptions:
@@ -209,32 +210,32 @@ def _check_same(record: StoreRecord, source: Source, tokenizer: PreTrainedTokeni
     if has_chats and manifest.get("chat_template_sha256") != chat_template_sha256(tokenizer):
         raise ValueError(f"the chat template is not the one that {store} was made with: give that with --chat-template")
     if manifest.get("tokenizer_sha256") != tokenizer_sha256(tokenizer):
-        print(f"note: the tokenizer is not the one that {store} was made with", file=sys.stderr)
+        say(f"note: the tokenizer is not the one that {store} was made with", out=sys.stderr)
 
 
 def _print_pair(pair: TokenPair, source: Source, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:
     """Print where two samples begin to differ, as text with marks around what is supervised, and as ids."""
     place = "" if pair.today is None else ", ".join(_places(source, source.record_of(pair.today.cursor - 1)))
     number = "a new sample" if pair.stored is None else f"sample {pair.stored.number}"
-    print(f"\n{number}{f' ({place})' if place else ''}: {pair.difference}, from token {pair.first} on", file=out)
+    show(f"\n{number}{f' ({place})' if place else ''}: {pair.difference}, from token {pair.first} on", out=out)
     for name, sample in (("store", pair.stored), ("today", pair.today)):
         if sample is None:
-            print(f"{name}  none", file=out)
+            say(f"{name}  none", out=out)
             continue
         window = slice(max(0, pair.first - _TOKENS_BEFORE), pair.first + _TOKENS_AFTER)
         ids, mask = sample.input_ids[window], sample.loss_mask[window]
         text = masked_text(ids, mask, decoder(tokenizer), Colours(out), marks=("[[", "]]"))
         before, after = "…" if window.start else "", "…" if window.stop < len(sample.input_ids) else ""
-        print(f"{name}  {before}{text}{after}", file=out)
+        show(f"{name}  {before}{text}{after}", out=out)
         if not pair.same_ids:
-            print(f"       ids {sample.input_ids[pair.first : pair.first + _IDS_SHOWN].tolist()}", file=out)
+            say(f"       ids {sample.input_ids[pair.first : pair.first + _IDS_SHOWN].tolist()}", out=out)
 
 
 def _print_sample(title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, out: TextIO) -> None:
     supervised = int(sample.loss_mask.sum())
-    print(f"{title}: {len(sample.input_ids):,} tokens, {supervised:,} supervised", file=out)
+    say(f"{title}: {len(sample.input_ids):,} tokens, {supervised:,} supervised", out=out)
     text = masked_text(sample.input_ids, sample.loss_mask, decoder(tokenizer), Colours(out))
-    print(f"{text}\n", file=out)
+    show(f"{text}\n", out=out)
 
 
 def _places(source: Source, record: int) -> list[str]:
@@ -258,15 +259,15 @@ def _print_report(source: Source, out: TextIO) -> None:
                 passed = record
         progress.advance(len(source) - passed)
     samples, tokens, supervised = counts.sum(axis=0).tolist()
-    print(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens, {supervised:,} supervised", file=out)
+    say(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens, {supervised:,} supervised", out=out)
     if isinstance(source, Blend):
         for name, (samples, tokens, supervised) in zip(source.origins(), counts.tolist(), strict=True):
-            print(f"part {name}: {samples:,} samples, {tokens:,} tokens, {supervised:,} supervised", file=out)
+            say(f"part {name}: {samples:,} samples, {tokens:,} tokens, {supervised:,} supervised", out=out)
         for share in source.shares():
             if share.repeated or share.left_out:
-                print(f"{share}, {share.left_out:,} left out", file=out)
+                say(f"{share}, {share.left_out:,} left out", out=out)
     for name, report in source_reports(source):
-        print("", *([f"part {name}"] if name else []), *report.lines(), sep="\n", file=out)
+        say("", *([f"part {name}"] if name else []), *report.lines(), out=out)
 
 
 def _refuse(source: Source, max_refused: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from dspark_store.format.problem import Part, Problem
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
 from dspark_store.precompute.progress import Progress, size_text
+from dspark_store.precompute.say import say, say_json
 
 if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
     from dspark_store.inspection.recomputing import Recomputed
@@ -57,7 +57,7 @@ def run(given: argparse.Namespace) -> int:
         in_order = sorted([*found.problems, *more], key=lambda problem: problem.order)
         found = replace(found, problems=tuple(in_order))
     if given.json:
-        print(json.dumps({**found.to_json(), "recomputed": [result.to_json() for result in fresh]}, indent=2))
+        say_json({**found.to_json(), "recomputed": [result.to_json() for result in fresh]})
     else:
         _print(found, fresh)
     return DAMAGED if found.problems else 0
@@ -105,21 +105,21 @@ def _recompute(
 
 def _print(found: Verification, fresh: Sequence[Recomputed]) -> None:
     for problem in found.problems[:_SHOWN]:
-        print(problem_line(problem))
+        say(problem_line(problem))
     if len(found.problems) > _SHOWN:
-        print(f"... and {len(found.problems) - _SHOWN:,} more problems; --json lists them all")
+        say(f"... and {len(found.problems) - _SHOWN:,} more problems; --json lists them all")
     for line in found.links.lines():
-        print(line)
+        say(line)
     if fresh:
         equal = sum(result.difference == 0 for result in fresh)
         worst = max(fresh, key=lambda result: (result.difference != result.difference, result.difference))
         rest = f"; the largest difference is {worst.difference:.3g}, of sample {worst.sample}"
-        print(f"{len(fresh)} samples recomputed, {equal} equal bit by bit{rest if equal < len(fresh) else ''}")
+        say(f"{len(fresh)} samples recomputed, {equal} equal bit by bit{rest if equal < len(fresh) else ''}")
     rate = f"{size_text(found.nbytes)} at {size_text(found.nbytes / found.seconds)}/s"
     what = "sizes and trailers only" if found.quick else rate
     hit = f", which hit {len(found.hit):,} samples" if found.hit else ""
     count = f"{len(found.problems):,} problem{'' if len(found.problems) == 1 else 's'}"
-    print(f"{found.samples:,} samples checked, {count}{hit} ({found.shards:,} shards, {what})")
+    say(f"{found.samples:,} samples checked, {count}{hit} ({found.shards:,} shards, {what})")
 
 
 def _positive(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from dspark_store.precompute.config import PrecomputeConfig, parse_arguments
 from dspark_store.precompute.run import run
+from dspark_store.precompute.say import log_to_stderr, say
 from dspark_store.precompute.watch import TERMINATED, StoppedError
 from dspark_store.precompute.world import one_line
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         config.check()
-        logging.basicConfig(level=_level(config), format="%(levelname)s %(message)s", stream=sys.stderr)
+        log_to_stderr(_level(config))
         for note in config.notes:
             _log.info("%s", note)
         return run(config)
@@ -54,7 +55,7 @@ def _tell(line: str) -> None:
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # as text: what is no number is told here too
     rank = "" if alone or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
     kind, _, text = line.partition(": ")
-    print(f"{kind}: {rank}{text}", file=sys.stderr, flush=True)
+    say(f"{kind}: {rank}{text}", out=sys.stderr)
 
 
 def _leave(code: int) -> NoReturn:

@@ -42,6 +42,7 @@ from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_counts
+from dspark_store.precompute.say import say
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
@@ -304,5 +305,5 @@ def _capture(
     seconds = time.monotonic() - started
     if config.profile and not smoke:
         for line in profile.lines(seconds, pipeline.encode_seconds, pipeline.write_seconds):
-            print(line if world.size == 1 else f"rank {world.rank} {line}")
+            say(line if world.size == 1 else f"rank {world.rank} {line}")
     return counts.report(seconds)

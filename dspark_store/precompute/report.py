@@ -14,6 +14,7 @@ from dspark_store.format.volumes import padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.capture import CaptureReport
 from dspark_store.precompute.progress import size_text, time_text
 from dspark_store.precompute.refusals import source_reports
+from dspark_store.precompute.say import say
 from dspark_store.precompute.undo import UnsupervisedError
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Source
@@ -77,7 +78,7 @@ class SampleCounts:
 def print_counts(counts: SampleCounts) -> None:
     """Print what is cut and not supervised of the tokens, before their states are captured."""
     cut, unsupervised = counts.lines()
-    print(
+    say(
         f"tokens   {counts.samples:,} samples: {cut} cut at seq-length {counts.seq_length}, {unsupervised} without a "
         "supervised token",
         flush=True,
@@ -104,24 +105,24 @@ def print_report(cache: Cache, report: CaptureReport) -> None:
     unsupervised = int((cache.supervised == 0).sum())
     nonfinite = int((cache.status != 0).sum())
     ragged, padded = ragged_rows_bytes(cache.schema, tokens), padded_bytes(cache.schema, len(cache))
-    print(
+    say(
         f"captured {report.tokens:,} tokens of {report.shards} shards in {time_text(report.seconds)}, "
         f"{report.tokens_per_second:,.0f} tokens/s"
     )
-    print(
+    say(
         f"store    {len(cache):,} samples, {tokens:,} tokens (mean {tokens / max(1, len(cache)):.0f}), "
         f"{int(cache.supervised.sum()):,} supervised"
     )
-    print(f"layers   {list(cache.layer_ids)} as {cache.schema.dtype.name}, codec {cache.schema.codec}")
-    print(
+    say(f"layers   {list(cache.layer_ids)} as {cache.schema.dtype.name}, codec {cache.schema.codec}")
+    say(
         f"size     {size_text(stored)}: {ragged / stored:.2f}x smaller than ragged rows ({size_text(ragged)}), "
         f"{padded / stored:.2f}x smaller than padded safetensors ({size_text(padded)})"
     )
     if unsupervised:
-        print(f"note     {unsupervised:,} samples have no supervised token; they are stored all the same")
+        say(f"note     {unsupervised:,} samples have no supervised token; they are stored all the same")
     if nonfinite:
-        print(
+        say(
             f"note     {nonfinite:,} samples have states that are not finite in {cache.schema.dtype.name}; "
             "they are marked in index/status and not trained on"
         )
-    print(f"next     read it: dspark_store.open_cache({str(getattr(cache.storage, 'root', ''))!r})")
+    say(f"next     read it: dspark_store.open_cache({str(getattr(cache.storage, 'root', ''))!r})")

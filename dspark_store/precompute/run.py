@@ -22,6 +22,7 @@ from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import no_samples, tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_report
+from dspark_store.precompute.say import say
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.precompute.world import World, join_world
@@ -58,7 +59,7 @@ def _lead(config: PrecomputeConfig, world: World) -> int:
         if recorded.complete:
             sweep_finished(storage, recorded)
             world.share("todo", lambda: "nothing")
-            print(f"{config.output_dir} is complete; nothing to do")
+            say(f"{config.output_dir} is complete; nothing to do")
             return 0
     target = JobTarget(config, world, shape.plan, shape.num_layers)
     with new_folders_undone(storage.root):
@@ -109,7 +110,7 @@ def _smoke(job: Job, world: World, target: JobTarget) -> None:
         if bad == len(cache):
             raise ValueError(f"the smoke test failed: no sample is finite in {config.dtype}; take another --dtype")
         note = f"; {bad} are not finite in {config.dtype}" if bad else ""
-        print(f"smoke test passed: {len(cache)} samples were written, read back and checked{note}")
+        say(f"smoke test passed: {len(cache)} samples were written, read back and checked{note}")
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -141,4 +142,4 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
     volume = Volume.of(schema, lengths, supervised)
     rate = job.config.tokens_per_second or recorded_rate(recorded)
     for line in estimate_lines(schema, job.new_record.last_layer, volume, counts.lines(), storage.free_bytes(), rate):
-        print(line)
+        say(line)

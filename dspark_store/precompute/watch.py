@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from dspark_store.precompute.keyvalue import KeyValue
+from dspark_store.precompute.say import show
 from dspark_store.writers.process import ProcessName
 
 FAILED, TERMINATED = 1, 128 + signal.SIGTERM
@@ -250,7 +251,7 @@ class Watch:
         os._exit(FAILED if self._reason is None else self._reason.exit_code)
 
     def _act_at_last(self) -> None:
-        for act in (lambda: print(self._last_word, file=sys.stderr, flush=True), *self._last_acts):
+        for act in (lambda: show(self._last_word, out=sys.stderr), *self._last_acts):
             with contextlib.suppress(Exception):  # there is nobody left to tell, and the next act is due
                 act()
 

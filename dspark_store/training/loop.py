@@ -18,6 +18,7 @@ from torch import Tensor
 from dspark_store.format.metadata import has_store
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.progress import Progress, size_text
+from dspark_store.precompute.say import say
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone
 from dspark_store.training.checkpoint import (
     Origin,
@@ -200,7 +201,7 @@ class Training:
                 self._journal.close()
         if self.ranks.leads:
             for line in lines:
-                print(line)
+                say(line)
 
     def _epoch(self, progress: Progress) -> None:
         epoch, loader, config = self.data.train.epoch, self.data.train, self.config

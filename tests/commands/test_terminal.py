@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from dspark_store.commands.terminal import Colours, columns, entry, masked_text, visible
+from dspark_store.commands.terminal import Colours, columns, entry, masked_text
+from dspark_store.precompute.say import visible
 
 
 class Terminal(io.StringIO):

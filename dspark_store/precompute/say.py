@@ -1,0 +1,85 @@
+"""What every program prints goes through here: text of a stranger's store must not give orders to a terminal.
+
+Control characters, C1 codes, bidirectional overrides and isolates, and other characters that cannot be seen (Unicode's
+categories Cc, Cf, Zl, Zp and Cs) are written out as ``\\x1b`` or ``\\u202e``. The joiners U+200C and U+200D stay, since
+scripts and emoji need them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import unicodedata
+from typing import TextIO
+
+_HIDDEN = frozenset({"Cc", "Cf", "Zl", "Zp", "Cs"})
+_JOINERS = "\u200c\u200d"
+_COLOUR = re.compile(r"(\x1b\[(?:0|1|31|32|33)m)")
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """Return the text with what cannot be seen written out, but for the characters ``kept``."""
+    if text.isprintable():
+        return text
+    return "".join(_escape(character) if _is_hidden(character, kept) else character for character in text)
+
+
+def say(*lines: str, out: TextIO | None = None) -> None:
+    """Print lines, to stdout by default; an end of a line inside of one is written out too."""
+    _print([visible(line, kept="\t") for line in lines], out)
+
+
+def show(*texts: str, out: TextIO | None = None) -> None:
+    """Print texts of several lines, with the colours that `Colours` gave them; all else is made visible."""
+    _print(["".join(_shown(part) for part in _COLOUR.split(text)) for text in texts], out)
+
+
+def say_json(value: object, out: TextIO | None = None) -> None:
+    """Print a JSON value; what cannot be seen stands in it as JSON's own escapes."""
+    lines = json.dumps(value, indent=2, ensure_ascii=False).split("\n")
+    _print([line if line.isprintable() else _json_visible(line) for line in lines], out)
+
+
+def say_error(message: object, *, kind: str = "error") -> None:
+    """Tell on stderr what went wrong, in one line."""
+    say(f"{kind}: {' '.join(str(message).split())}", out=sys.stderr)
+
+
+def log_to_stderr(level: str) -> None:
+    """Let what is logged from ``level`` on appear on stderr, made visible."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_VisibleFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def _print(texts: list[str], out: TextIO | None) -> None:
+    print(*texts, sep="\n", file=sys.stdout if out is None else out, flush=out is sys.stderr)
+
+
+def _shown(part: str) -> str:
+    return part if _COLOUR.fullmatch(part) else visible(part)
+
+
+def _is_hidden(character: str, kept: str) -> bool:
+    return (
+        not character.isprintable()
+        and character not in kept
+        and character not in _JOINERS
+        and unicodedata.category(character) in _HIDDEN
+    )
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _json_visible(line: str) -> str:
+    return "".join(json.dumps(part)[1:-1] if _is_hidden(part, "") else part for part in line)
