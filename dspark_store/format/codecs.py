@@ -38,6 +38,19 @@ def refuse_inflated(decoded: int, stored: int) -> None:
         raise DamagedStoreError(f"chunk of {stored:,} bytes would become {decoded:,}: more than {_MOST_INFLATED}-fold")
 
 
+def check_blosc(payload: memoryview, most: int) -> int:
+    """Check a blosc header, which blosc takes at its word, and return the bytes that its content has.
+
+    ValueError unless they are ``most`` at most, in blocks no larger, and the header says how long the payload is.
+    """
+    size, block, stored = (int.from_bytes(payload[place : place + 4], "little") for place in (4, 8, 12))
+    if size > most or stored != len(payload):
+        raise ValueError(f"header says {size} bytes in {stored}, expected {most} in {len(payload)}")
+    if block > size:
+        raise ValueError(f"header says blocks of {block} bytes in {size}")
+    return size
+
+
 class Compressor(Protocol):
     """The part of a chain between an array and its checksum."""
 
@@ -117,9 +130,9 @@ class Blosc:
 
     def decompress(self, payload: memoryview, out: np.ndarray) -> None:
         """See `Compressor`; the header's sizes are checked here, because blosc takes them at their word."""
-        size, stored = int.from_bytes(payload[4:8], "little"), int.from_bytes(payload[12:16], "little")
-        if (size, stored) != (out.nbytes, len(payload)):
-            raise ValueError(f"header says {size} bytes in {stored}, expected {out.nbytes} in {len(payload)}")
+        size = check_blosc(payload, most=out.nbytes)
+        if size != out.nbytes:
+            raise ValueError(f"header says {size} bytes in {len(payload)}, expected {out.nbytes} in {len(payload)}")
         blosc.decompress(payload, out)
 
 
