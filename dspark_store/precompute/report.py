@@ -80,8 +80,7 @@ def print_counts(counts: SampleCounts) -> None:
     cut, unsupervised = counts.lines()
     say(
         f"tokens   {counts.samples:,} samples: {cut} cut at seq-length {counts.seq_length}, {unsupervised} without a "
-        "supervised token",
-        flush=True,
+        "supervised token"
     )
 
 

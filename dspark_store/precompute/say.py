@@ -60,7 +60,7 @@ class _VisibleFormatter(logging.Formatter):
 
 
 def _print(texts: list[str], out: TextIO | None) -> None:
-    print(*texts, sep="\n", file=sys.stdout if out is None else out, flush=out is sys.stderr)
+    print(*texts, sep="\n", file=sys.stdout if out is None else out, flush=True)
 
 
 def _shown(part: str) -> str:
