@@ -203,6 +203,7 @@ def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord
 
 def _parse(fields: JsonFields) -> StoreRecord:
     schema = parse_layout(fields.table("layout"))
+    fields.flag("complete")
     if fields.has("semantics"):
         fields.table("semantics")
     checksums = JsonFields(fields.table("checksums"), "checksums")

@@ -196,12 +196,12 @@ def test_text_that_no_writer_writes_is_a_damaged_store_and_the_copy_restores_it(
     assert assert_told(["verify", str(store)], capsys) == 0
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", [field for field in FIELDS if field != "root_copy"])
 def test_a_root_that_is_wrong_is_restored_from_its_copy(field, tmp_path, capsys):
     store = build(tmp_path / "store")
     before = (store / ROOT_KEY).read_bytes()
-    seal(store, setting(field, 5), copy=False)
+    seal(store, setting(field, ["x"]), copy=False)
     for path, document in record_nodes(parse_record(json.loads(before)["attributes"][ATTRIBUTE], "a test")).items():
         (store / node_key(path)).write_bytes(metadata_bytes(document))
     assert assert_told(["repair", str(store)], capsys) == 0
-    assert (store / ROOT_KEY).read_bytes() == before or field in ("checksums.index/length", "manifest.pad_token_id")
+    assert (store / ROOT_KEY).read_bytes() == before

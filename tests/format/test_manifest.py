@@ -115,6 +115,7 @@ WRONG: list[tuple[str, JsonValue]] = [
     ("phase", "over"),
     ("phase", None),
     ("declared_complete", 1),
+    ("complete", "yes"),
     ("manifest", None),
     ("manifest", [1]),
     ("manifest", {"target_vocab_size": "9"}),
