@@ -131,10 +131,10 @@ def _open(
     )
     source = build_source(parse_source(read_words(given.data)), context)
     if context.template_date is None and context.today in _dates(source):
-        print(
+        show(
             f"the chat template asks the clock, and is told today's date, {context.today}; a store keeps the date "
             "of its first run, or --template-date\n",
-            file=out,
+            out=out,
         )
     return tokenizer, source
 
