@@ -26,7 +26,7 @@ from dspark_store.format.schema import (
     group_document,
     metadata_bytes,
 )
-from dspark_store.format.storage import Storage
+from dspark_store.format.storage import DOCUMENT_BYTES, Storage
 
 ROOT_KEY = "zarr.json"
 COPY_KEY = "ledger/states/root.json"
@@ -36,6 +36,7 @@ _SPARE_SHARDS, _SPARE_TABLE_OBJECTS = 64, 1 << 16
 _LARGE_SHARD = 1 << 12
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
+_NODE_BYTES = 256 * 1024
 
 type Nodes = Mapping[str, Mapping[str, JsonValue]]
 """Metadata of arrays and groups below the root, by path."""
@@ -47,6 +48,11 @@ class StoreMetadata:
 
     record: StoreRecord
     nodes: Nodes
+
+
+def document_limit(key: str) -> int:
+    """Return the most bytes that a document is read of: many nodes are held at a time, and one root."""
+    return DOCUMENT_BYTES if key in (ROOT_KEY, COPY_KEY) else _NODE_BYTES
 
 
 def node_key(path: str) -> str:
@@ -231,7 +237,7 @@ def root_attributes(text: bytes) -> Mapping[str, JsonValue]:
 
 def _read_document(storage: Storage, key: str) -> dict[str, JsonValue]:
     try:
-        document = parse_json(storage.read(key))
+        document = parse_json(storage.read(key, document_limit(key)))
     except FileNotFoundError as error:
         raise DamagedStoreError(f"object {key} is missing from {storage}; {remedy(storage)}") from error
     except ValueError as error:

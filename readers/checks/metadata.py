@@ -12,6 +12,7 @@ from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, s
 from dspark_store.format.metadata import (
     COPY_KEY,
     ROOT_KEY,
+    document_limit,
     node_key,
     read_record,
     record_nodes,
@@ -149,7 +150,7 @@ def _is_as_written(document: Document, text: bytes) -> bool:
 
 def _read(storage: Storage, key: str) -> bytes | Exception:
     try:
-        return storage.read(key)
+        return storage.read(key, document_limit(key))
     except OSError as error:
         return error
 

@@ -252,7 +252,7 @@ def run_all(base: Path, good: Path, watch: Watch) -> None:
         words = [word.format(store=base / "store", base=base, good=good) for word in command.split()]
         with watching(watch):
             code = main(words)
-        assert code in (0, 1, 2, 3), (command, code)
+        assert code in (0, 1, 2), (command, code)
         strange = [path for path in watch.touched if not path.startswith(allowed) and "/__pycache__" not in path]
         assert strange == [], (command, strange)
         assert state_of(base / "outside") == before, command
@@ -269,7 +269,7 @@ def run_all(base: Path, good: Path, watch: Watch) -> None:
     st.lists(rows, max_size=2),
     st.lists(strays, max_size=2),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_path_outside_of_a_store_is_touched(stores, watch, which, changes, linked, ledger, stray):
     with tempfile.TemporaryDirectory() as place:
         base = Path(place).resolve()

@@ -15,6 +15,7 @@ from dspark_store.format.metadata import (
     ROOT_KEY,
     Nodes,
     check_extent,
+    document_limit,
     node_key,
     record_nodes,
     root_attributes,
@@ -152,7 +153,7 @@ def _checksum(storage: Storage, path: str, specs: Mapping[str, ArraySpec]) -> st
 
 def _read(storage: Storage, key: str) -> bytes | None:
     try:
-        return storage.read(key)
+        return storage.read(key, document_limit(key))
     except OSError:
         return None
 
