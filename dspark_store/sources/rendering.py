@@ -117,6 +117,7 @@ class Renderer:
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._job_kwargs = template_kwargs or {}
         self._clock = None if date is None else Clock(date)
         if self._clock is not None:
             self._variables[CLOCK] = self._clock
@@ -139,7 +140,12 @@ class Renderer:
         self._folded_roles = [role for role in ("system", "developer") if refuses_role(tokenizer, role, text_bytes)]
         self._folds_system_message = "system" in self._folded_roles
         self._needs_content = needs_content(tokenizer, text_bytes)
-        self._prompt = self._generation_prompt(None)
+        self._prompts = {self._generation_prompt(None)}
+        if self._job_kwargs:  # earlier turns may be written as without them
+            variables = self._variables
+            self._variables = {key: value for key, value in variables.items() if key not in self._job_kwargs}
+            self._prompts.add(self._generation_prompt(None))
+            self._variables = variables
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template can take them.
@@ -160,8 +166,8 @@ class Renderer:
         if key not in self._uses:
             while len(self._uses) >= _KEPT:
                 self._uses.pop(next(iter(self._uses)))
-            own = self._generation_prompt(template_kwargs) if template_kwargs else ""
-            prompts = {own, self._prompt} - {""}
+            own = {self._generation_prompt(template_kwargs)} if template_kwargs else set()
+            prompts = (own | self._prompts) - {""}
             self._uses[key] = TemplateUse(sorted(prompts, key=len, reverse=True), TemplateMemory())
         return self._uses[key]
 
@@ -172,6 +178,10 @@ class Renderer:
             if 0 <= start < place:
                 return start + len(token)
         return place
+
+    def ends_special(self, text: str) -> bool:
+        """Tell whether a text ends with a special token."""
+        return any(map(text.endswith, self._special_tokens))
 
     def render(
         self,

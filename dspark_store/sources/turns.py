@@ -133,7 +133,7 @@ class MarkedTurns:
         """Return the boundary by what closes the first messages when nothing follows."""
         tail = self._tail(self._messages[:index], anchor)
         rest = self._text[left:]
-        if tail is not None and tail.strip() and rest.startswith(tail):
+        if tail is not None and rest.startswith(tail) and not self._closes_with_nothing(index - 1, tail):
             return left + len(tail)
         closing = self._closing(index, anchor, left)
         if closing is not None:
@@ -174,8 +174,10 @@ class MarkedTurns:
         size = 0
         while size < min(len(gap), len(opening)) and gap[-1 - size] == opening[-1 - size]:
             size += 1
-        start = self._rendering.renderer.whole_special_tokens(gap, len(gap) - size)
-        return start if start < len(gap) else None
+        renderer = self._rendering.renderer
+        size = min(len(piece) - renderer.whole_special_tokens(piece, len(piece) - size) for piece in (gap, opening))
+        is_header = size == len(opening) or renderer.ends_special(opening[: len(opening) - size])
+        return len(gap) - size if size and is_header else None
 
     def _opening(self, message: Message) -> str | None:
         """Return what the template writes before a message that is the only one."""
@@ -226,6 +228,10 @@ class MarkedTurns:
 
     def _has_calls(self, index: int) -> bool:
         return bool(self._messages[index].get("tool_calls"))
+
+    def _closes_with_nothing(self, index: int, tail: str) -> bool:
+        content = str(self._messages[index].get("content") or "")
+        return tail in ("", content[len(content.rstrip()) :])
 
     def _is_bare(self, index: int) -> bool:
         content = self._messages[index].get("content")

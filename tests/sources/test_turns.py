@@ -90,6 +90,17 @@ def test_closings_that_differ_in_place_are_found_where_roles_must_alternate():
     )
 
 
+def test_headers_that_count_their_messages_are_headers():
+    numbered = "{% for m in messages %}### {{ loop.index }} {{ m.role }}\n{{ m.content + '\n' }}{% endfor %}"
+    assert shown(numbered, TWO) == "### 1 user\na\n[[### 2 assistant\nb\n]]### 3 user\nc\n[[### 4 assistant\nd\n]]"
+
+
+def test_a_closing_may_end_like_what_opens_every_text():
+    template = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
+    template += "{% else %}{{ ' ' + m.content }}{{ eos_token if loop.last else '<|sep|>' }}{% endif %}{% endfor %}"
+    assert shown(template, TWO) == "<s>[INST] a[/INST][[ b<|sep|>]][INST] c[/INST][[ d</s>]]"
+
+
 def test_answers_in_a_row_have_their_closings():
     assert shown(LAST_ENDS, [user("a"), said("b"), said("b"), user("b"), said("b")]) == (
         "<|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n]]"
@@ -280,6 +291,15 @@ def test_variables_of_a_row_reach_the_template_and_its_prompt():
     assert text == ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[b<|im_end|>\n]]")
 
 
+def test_turns_that_are_written_as_without_the_variables_of_the_job_have_headers_too():
+    renderer = Renderer(byte_tokenizer(QWEN3), {"enable_thinking": False})
+    assert shown(renderer, [user("a"), call(), user("b"), said("c")], headers=True) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+        '[[<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>\n]]'
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[c<|im_end|>\n]]"
+    )
+
+
 def test_variables_of_a_row_win_over_those_of_the_job():
     renderer = Renderer(byte_tokenizer(CHATML + "{{ x }}{{ y }}"), {"x": 1, "y": 2})
     assert shown(renderer, [user("a")], template_kwargs={"y": 3}) == "<|im_start|>user\na<|im_end|>\n13"
@@ -298,6 +318,17 @@ def test_a_message_may_say_that_it_is_not_supervised(template):
     assert text == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d<|im_end|>\n]]"
+    )
+
+
+def test_what_is_not_supervised_moves_with_system_messages_between_turns():
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template += "{% endfor %}" + CHATML
+    chat = [*TWO[:2], {"role": "system", "content": "S"}, *TWO[2:]]
+    text = shown(template, chat, supervised=[False, True, False, False, False])
+    assert text == (
+        "<|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
+        "<|im_start|>user\nS\n\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
     )
 
 
