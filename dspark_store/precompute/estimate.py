@@ -68,9 +68,9 @@ def estimate_lines(
     vectors = distinct_states(schema, last_layer)
     cut, unsupervised = counts
     yield f"samples            {volume.samples:,} (mean {mean:.0f} tokens)"
+    yield f"tokens             {volume.tokens:,} ({volume.supervised:,} supervised)"
     yield f"cut at seq-length  {cut}"
     yield f"unsupervised       {unsupervised}"
-    yield f"tokens             {volume.tokens:,} ({volume.supervised:,} supervised)"
     yield f"states             {raw:,} bytes = {size_text(raw)} before compression ({vectors} vectors a token)"
     yield f"stored             {size_text(least)} to {size_text(most)} expected with codec {schema.codec!r}"
     yield f"padded safetensors {size_text(padded_bytes(schema, volume.samples))}"

@@ -42,9 +42,9 @@ def test_the_lines_give_exact_bytes_and_a_time_where_the_rate_is_known():
     lines = list(estimate_lines(schema_of(), 3, volume, ("0 (0.0%)", "1 (50.0%)"), free=10**9, rate=10.0))
     assert [" ".join(line.split()) for line in lines[:4]] == [
         "samples 2 (mean 75 tokens)",
+        "tokens 150 (10 supervised)",
         "cut at seq-length 0 (0.0%)",
         "unsupervised 1 (50.0%)",
-        "tokens 150 (10 supervised)",
     ]
     assert "28,800 bytes = 28.80 KB before compression (3 vectors a token)" in lines[4]
     assert " ".join(lines[-1].split()) == "time 15 s at 10 tokens/s"
