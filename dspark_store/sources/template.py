@@ -234,7 +234,7 @@ def needs_content(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TE
     user: Message = {"role": "user", "content": "a"}
     call: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answers: list[Message] = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant"}]
-    return any(
+    return _takes(tokenizer, [user], text_bytes) and any(  # one that takes nothing is not tried any further
         not _takes(tokenizer, [user, said], text_bytes)
         and _takes(tokenizer, [user, {**said, "content": ""}], text_bytes)
         for said in answers
