@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,17 +67,18 @@ def test_greedy_text_is_that_of_transformers_own_generation():
         assert text == expected[0, len(prompt) :].tolist()
 
 
+def three_of(own, draft, states, token, sampler):
+    """Propose what the target itself says next."""
+    tokens = own[states.shape[1] - len(PROMPTS[0]) + 1 :][:3]
+    return Proposal(tokens, torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB_SIZE).float())
+
+
 def test_a_draft_that_knows_the_text_gives_a_whole_block_a_step(monkeypatch):
     """Proposals are taken from the target's own text: each step gives all of them and one more."""
     model = loud(tiny_llama())
     decoder = Decoder(model, LAYER_IDS)
     own = decoder.greedy(PROMPTS[0], 40).tokens
-
-    def perfect(draft, states, token, sampler):
-        tokens = own[states.shape[1] - len(PROMPTS[0]) + 1 :][:3]
-        return Proposal(tokens, torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB_SIZE).float())
-
-    monkeypatch.setattr(decoder_module, "propose", perfect)
+    monkeypatch.setattr(decoder_module, "propose", partial(three_of, own))
     speculated = decoder.speculate(draft_of(model), PROMPTS[0], 33)
     assert speculated.tokens == own[:33]
     assert speculated.steps == 8
@@ -114,6 +116,15 @@ def test_decoding_ends_with_a_stop_token_and_says_no_more():
     ended = decoder.greedy(PROMPTS[0], 20, stop).tokens
     assert ended == own[: own.index(own[6]) + 1]
     assert decoder.speculate(draft_of(model), PROMPTS[0], 20, stop).tokens == ended
+
+
+def test_decoding_ends_with_a_stop_token_in_the_midst_of_what_a_step_accepts(monkeypatch):
+    model = loud(tiny_llama())
+    decoder = Decoder(model, LAYER_IDS)
+    own = decoder.greedy(PROMPTS[0], 40).tokens
+    monkeypatch.setattr(decoder_module, "propose", partial(three_of, own))
+    place = next(place for place in range(1, 36) if place % 4 and own.index(own[place]) == place)
+    assert decoder.speculate(draft_of(model), PROMPTS[0], 36, frozenset({own[place]})).tokens == own[: place + 1]
 
 
 def test_of_a_prompt_only_the_last_logits_are_made(monkeypatch):

@@ -22,7 +22,13 @@ def test_equal_bits_have_no_difference_even_if_they_are_not_numbers():
 
 @pytest.mark.parametrize(
     ("a", "b", "largest"),
-    [((1, 2), (1.5, 2), 0.5), ((0.0,), (-0.0,), 0.0), ((NAN, 1), (1, 1), INF), ((INF,), (-INF,), INF)],
+    [
+        ((1, 2), (1.5, 2), 0.5),
+        ((0.0,), (-0.0,), 0.0),
+        ((NAN, 1), (1, 1), INF),
+        ((NAN, INF, 1), (NAN, INF, 2), 1.0),
+        ((INF,), (-INF,), INF),
+    ],
 )
 def test_the_largest_difference_is_the_same_either_way(a, b, largest):
     assert difference(bf16(*a), bf16(*b)) == difference(bf16(*b), bf16(*a)) == largest
