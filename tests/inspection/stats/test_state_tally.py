@@ -65,12 +65,14 @@ def test_subnormal_values_are_no_zeros(dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_token_that_is_not_finite_is_counted_and_left_out(bad):
     states = states_of("bf16")
+    states[:, 0] = states[:, 0].abs() + 1  # of a token left out, no zero is the least
     good = tally_of(torch.cat([states[:5], states[6:]]), "bf16", step=100)
     states[5, 2] = states[5, 3] = bad
     tally = tally_of(states, "bf16", step=100)
     assert (tally.nonfinite_tokens, int(tally.exponents[-1]), tally.norms.count) == (1, 2, 39)
     np.testing.assert_allclose(tally.channel_sum, good.channel_sum, rtol=1e-12, atol=1e-9)
     assert tally.channel_high.tolist() == good.channel_high.tolist()
+    assert tally.channel_low.tolist() == good.channel_low.tolist()
     assert (tally.norms.low, tally.norms.high) == (good.norms.low, good.norms.high)
 
 
