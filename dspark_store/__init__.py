@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspark_store.automodel import (
+    from dspark_store.compat.automodel import (
         CACHE_KEYS,
         DTYPE_MAP,
         build_cache_manifest,
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
         write_shard,
         write_target_weights,
     )
-    from dspark_store.dataset import CachedDSparkDataset, build_cached_dspark_dataloader, read_target_weight_modules
+    from dspark_store.compat.dataset import (
+        CachedDSparkDataset,
+        build_cached_dspark_dataloader,
+        read_target_weight_modules,
+    )
     from dspark_store.format.damage import DamagedStoreError
     from dspark_store.format.problem import Part, Problem
     from dspark_store.readers.cache import Cache, open_cache

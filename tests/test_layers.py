@@ -13,12 +13,13 @@ ALLOWED = {
     "target": {"target", "format"},
     "sources": {"sources", "format"},
     "draft": {"draft", "format"},
-    "precompute": {"precompute", "automodel", "sources", "target", "writers", "readers", "format"},
-    "training": {"training", "draft", "precompute", "automodel", "sources", "target", "writers", "readers", "format"},
+    "precompute": {"precompute", "compat", "sources", "target", "writers", "readers", "format"},
+    "training": {"training", "draft", "precompute", "compat", "sources", "target", "writers", "readers", "format"},
     "evaluation": {"evaluation", "draft", "sources", "target", "readers", "format"},
     "inspection": {"inspection", "precompute", "sources", "target", "writers", "readers", "format"},
-    "commands": {
-        "commands",
+    "cli": {
+        "cli",
+        "compat",
         "training",
         "inspection",
         "precompute",

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from dspark_store.compat.automodel_yaml import has_own_order, is_upstream, settings_of
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.arguments import OneLineParser, flag, nearest
 from dspark_store.precompute.settings import PrecomputeConfig, convert_setting, kind, settings
-from dspark_store.precompute.upstream_yaml import has_own_order, is_upstream, settings_of
 from dspark_store.sources.specs import read_words
 
 __all__ = [

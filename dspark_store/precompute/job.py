@@ -9,7 +9,7 @@ from typing import cast
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dspark_store.automodel import build_cache_manifest
+from dspark_store.compat.automodel import build_cache_manifest
 from dspark_store.format.damage import remedy
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens

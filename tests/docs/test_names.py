@@ -2,20 +2,18 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import dspark_store
-from dspark_store.cli import COMMANDS
+from dspark_store.cli.main import COMMANDS
 from dspark_store.precompute.arguments import OneLineParser
 from dspark_store.precompute.settings import settings
 from dspark_store.training.settings import settings as training_settings
-from tests.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.docs.pages import PAGES, ROOT, name_of
 
 PACKAGE = ROOT / "dspark_store"
-UNLISTED = {"", "commands", "megatron"}  # a module a command, and a package that the page sums up
 OTHER_FLAGS = {"help", "config", "cpus-per-task", "requeue", "signal"}  # of the parsers themselves, and of Slurm
 
 
@@ -55,18 +53,7 @@ def test_every_module_file_and_target_of_make_is_there(page):
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) - targets == set()
 
 
-def test_the_design_names_every_module_where_it_is():
+def test_the_design_names_every_room():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    (tree,) = (block for block in blocks(ROOT / "docs" / "design.md", "") if "pyproject.toml" in block.text)
-    assert tree.text in text
-    named: dict[str, set[str]] = {}
-    folder = ""
-    for line in tree.text.splitlines():
-        heading = re.match(r"\s*(\w+)/\s", line)
-        folder = heading[1] if heading else folder
-        named.setdefault(folder, set()).update(re.findall(r"(?<![\w/.])(\w+\.py)\b", line))
-    inits = [*PACKAGE.rglob("__init__.py"), *(PACKAGE / "readers").rglob("__init__.py")]  # links are not followed
-    packages = {init.parent.relative_to(PACKAGE) for init in inits} | {Path("writers")}
-    for package in (package for package in packages if package.name not in UNLISTED):
-        there = {path.name for path in (PACKAGE / package).glob("*.py")} - {"__init__.py"}
-        assert named[package.name] == there, package
+    rooms = {init.parent.name for init in PACKAGE.glob("*/__init__.py")} | {"readers", "writers"}
+    assert [room for room in rooms if not re.search(rf"`(?:dspark_store/)?{room}`", text)] == []

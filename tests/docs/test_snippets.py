@@ -15,7 +15,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from dspark_store.cli import main as dspark_store_command
+from dspark_store.cli.main import main as dspark_store_command
 from dspark_store.evaluate import main as evaluate
 from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.precompute.config import parse_arguments

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.precompute.arguments import OneLineParser, nearest
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dspark_store as ds
-from dspark_store.cli import main as command
+from dspark_store.cli.main import main as command
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.config import parse_arguments
 from dspark_store.precompute.job import plan_job, plan_target

@@ -108,7 +108,7 @@ def test_a_copy_of_the_same_shards_is_a_finished_store_to_a_precompute(
 
 
 def test_the_drop_in_interface_writes_nothing_into_a_copy(store, tmp_path):
-    from dspark_store.automodel import read_manifest, write_manifest
+    from dspark_store.compat.automodel import read_manifest, write_manifest
 
     rechunk(store, tmp_path / "copy", CopySettings())
     manifest = read_manifest(tmp_path / "copy")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.precompute.say import log_to_stderr, say, say_error, say_json, show, visible
 from tests.stores import build_store
 

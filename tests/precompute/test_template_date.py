@@ -3,7 +3,7 @@
 import pytest
 
 import dspark_store as ds
-from dspark_store.cli import main as command
+from dspark_store.cli.main import main as command
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module

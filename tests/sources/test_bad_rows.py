@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.sources import ChatSource, SourceError
 from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 from tests.tiny import tiny_tokenizer

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from dspark_store.commands import tokens
+from dspark_store.cli import tokens
 from dspark_store.precompute.settings import settings
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values, options_identity, options_of
 from dspark_store.sources.registry import build_source

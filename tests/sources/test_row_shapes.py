@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.sources import SourceError
 from dspark_store.sources.messages import read_conversation
 from dspark_store.sources.options import ChatOptions, check_template_kwargs, options_of

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.sources.chat import ChatSource
 from tests.precompute.jobs import arguments, interrupted, precompute, rule_1, write_rows

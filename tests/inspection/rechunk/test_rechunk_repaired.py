@@ -2,7 +2,7 @@
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from tests.inspection.rechunk.copies import MANIFEST, contents
 from tests.stores import build_store, flip
 

@@ -14,7 +14,7 @@ import pytest
 from distributed import LocalCluster
 
 from dspark_store import open_cache
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.format.ledger import pack_array
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, read_record
 from dspark_store.format.schema import LAST, LAYERS
@@ -280,7 +280,7 @@ def test_a_repair_that_ends_at_any_step_is_gone_on_with(hurt, store, tmp_path, m
 
 KILLING = """
 import os, signal, sys
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 replace, calls = os.replace, []
 def killed(*args, **options):
     calls.append(args)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dspark_store.cli import main
-from dspark_store.commands import stats as stats_command
+from dspark_store.cli import stats as stats_command
+from dspark_store.cli.main import main
 from dspark_store.inspection.stats.figures import Figures, figure_text
 from tests.inspection.stats.test_stats_page import INJECTED
 from tests.stores import build_store

@@ -212,7 +212,7 @@ def watch(event, arguments):
     if event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], (str, os.PathLike)):
         touched.append(os.path.relpath(arguments[0], sys.argv[1]))
 sys.addaudithook(watch)
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 assert main(["info", sys.argv[1]]) == 0
 assert "torch" not in sys.modules
 print(*("touched " + path for path in touched), sep="\\n")

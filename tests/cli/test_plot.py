@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 
 PNG = b"\x89PNG\r\n"
 

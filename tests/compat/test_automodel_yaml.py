@@ -7,10 +7,10 @@ import torch
 import yaml
 
 import dspark_store as ds
+from dspark_store.compat.automodel_yaml import has_own_order, is_upstream, settings_of
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.config import parse_arguments
-from dspark_store.precompute.upstream_yaml import has_own_order, is_upstream, settings_of
 from tests.precompute.jobs import answers, arguments, interrupted, write_rows
 from tests.stores import build_store
 from tests.tiny import tiny_tokenizer

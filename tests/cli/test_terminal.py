@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from dspark_store.commands.terminal import Colours, columns, entry, masked_text
+from dspark_store.cli.terminal import Colours, columns, entry, masked_text
 from dspark_store.precompute.say import visible
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.format.schema import LAST, LAYERS
 from tests.precompute.jobs import precompute
 from tests.stores import build_store, flip
@@ -83,7 +83,7 @@ def test_what_makes_no_sense_is_refused(store, arguments, message, capsys):
 
 
 def test_checking_a_store_does_not_wait_for_torch(store):
-    code = "import sys; from dspark_store.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = "import sys; from dspark_store.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, "verify", str(store)], capture_output=True).returncode == 0
 
 

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dspark_store.commands.terminal import Colours, decoder, masked_text
+from dspark_store.cli.terminal import Colours, decoder, masked_text
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dspark_store.cli import COMMANDS, main
+from dspark_store.cli.main import COMMANDS, main
 
 
 def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -47,11 +47,13 @@ def test_every_command_has_a_help_page(name, capsys):
 
 
 def test_the_list_of_commands_needs_no_torch():
-    lines = "import sys; from dspark_store.cli import _parser; _parser([]).format_help(); print('torch' in sys.modules)"
+    lines = (
+        "import sys; from dspark_store.cli import main; main._parser([]).format_help(); print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_a_surprise_is_one_line_and_no_verdict_about_a_store(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dspark_store.commands.info.run", lambda given: [].pop())
+    monkeypatch.setattr("dspark_store.cli.info.run", lambda given: [].pop())
     assert main(["info", str(tmp_path)]) == 3
     assert capsys.readouterr().err == "error: IndexError: pop from empty list\n"

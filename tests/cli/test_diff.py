@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from tests import stores
 from tests.stores import Shape, build_store, flip
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TextIO
 
-from dspark_store.commands.terminal import Colours, columns, entry
+from dspark_store.cli.terminal import Colours, columns, entry
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, record_nodes
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS, group_document, metadata_bytes

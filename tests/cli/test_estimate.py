@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from tests.precompute.jobs import precompute
 from tests.stores import build_store
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats

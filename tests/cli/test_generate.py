@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.target.answers import Answerer, Sampling
 from dspark_store.target.load import load_target, load_tokenizer
 from dspark_store.target.source import TargetSource

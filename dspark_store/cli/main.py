@@ -49,19 +49,19 @@ MODULES = {
 """The programs that have arguments and exit codes of their own."""
 
 COMMANDS = {
-    "info": Entry("dspark_store.commands.info", "tell what a store is, how far it is and what it takes, on one screen"),
-    "head": Entry("dspark_store.commands.head", "show samples of a store: their text, and the norms of their states"),
-    "verify": Entry("dspark_store.commands.verify", "check every object of a store against its own promises"),
+    "info": Entry("dspark_store.cli.info", "tell what a store is, how far it is and what it takes, on one screen"),
+    "head": Entry("dspark_store.cli.head", "show samples of a store: their text, and the norms of their states"),
+    "verify": Entry("dspark_store.cli.verify", "check every object of a store against its own promises"),
     "repair": Entry(
-        "dspark_store.commands.repair", "put a damaged store right, or uncommit what a precompute must do again"
+        "dspark_store.cli.repair", "put a damaged store right, or uncommit what a precompute must do again"
     ),
-    "stats": Entry("dspark_store.commands.stats", "measure norms, channels, lengths and vocabulary of a store"),
-    "estimate": Entry("dspark_store.commands.estimate", "tell how large a store will be, and how long it takes"),
-    "diff": Entry("dspark_store.commands.diff", "compare two stores: identity, samples, states, weights"),
-    "rechunk": Entry("dspark_store.commands.rechunk", "copy a store under other settings, verified"),
-    "tokens": Entry("dspark_store.commands.tokens", "show what a target would be run over, or a report of it"),
-    "plot": Entry("dspark_store.commands.plot", "draw how trainings went: loss, tokens a step, acceptance"),
-    "generate": Entry("dspark_store.commands.generate", "let a target answer prompts: chats in its own words"),
+    "stats": Entry("dspark_store.cli.stats", "measure norms, channels, lengths and vocabulary of a store"),
+    "estimate": Entry("dspark_store.cli.estimate", "tell how large a store will be, and how long it takes"),
+    "diff": Entry("dspark_store.cli.diff", "compare two stores: identity, samples, states, weights"),
+    "rechunk": Entry("dspark_store.cli.rechunk", "copy a store under other settings, verified"),
+    "tokens": Entry("dspark_store.cli.tokens", "show what a target would be run over, or a report of it"),
+    "plot": Entry("dspark_store.cli.plot", "draw how trainings went: loss, tokens a step, acceptance"),
+    "generate": Entry("dspark_store.cli.generate", "let a target answer prompts: chats in its own words"),
 }
 
 
@@ -107,7 +107,3 @@ def _parser(words: Sequence[str]) -> OneLineParser:
         if words[:1] == [name]:
             entry.load().add_arguments(command)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from dspark_store.commands.terminal import Colours, Decode, columns, decoder, entry, masked_text
+from dspark_store.cli.terminal import Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.precompute.say import say_error, show
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dspark_store.commands.workers import add_worker_arguments, workers_of
+from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.inspection.shardwise import Workers

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.format.manifest import ATTRIBUTE
 from dspark_store.inspection.repair import repair as repair_module
 from dspark_store.inspection.shardwise import Workers

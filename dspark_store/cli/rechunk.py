@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dspark_store.commands.workers import add_worker_arguments, workers_of
+from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.inspection.rechunk.copy_plan import CopySettings

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from dspark_store.format.schema import COLUMNS
 from tests.inspection.faults import copy_store
 from tests.readers.test_foreign import rewrite

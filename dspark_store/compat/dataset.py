@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dspark_store.automodel import ensure_manifest_complete, existing_shard_indices, read_manifest
+from dspark_store.compat.automodel import ensure_manifest_complete, existing_shard_indices, read_manifest
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from dspark_store.cli import main
-from dspark_store.commands.info import add_arguments, bar
-from dspark_store.commands.info import run as run_command
-from tests.commands.test_terminal import Terminal
+from dspark_store.cli.info import add_arguments, bar
+from dspark_store.cli.info import run as run_command
+from dspark_store.cli.main import main
+from tests.cli.test_terminal import Terminal
 from tests.precompute.jobs import arguments, interrupted, precompute, rule_1
 from tests.sources.words import CHAT, write_rows
 from tests.stores import build_store, flip

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dspark_store.cli import main
+from dspark_store.cli.main import main
 from tests.precompute.jobs import precompute
 from tests.stores import build_store, flip
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats
@@ -110,7 +110,7 @@ def test_the_targets_tokenizer_is_found_by_itself(tmp_path, capsys):
 
 
 def test_an_output_that_cannot_be_made_is_told_of_before_the_pass(store, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dspark_store.commands.stats.measure_store", lambda *_, **__: pytest.fail("a pass was made"))
+    monkeypatch.setattr("dspark_store.cli.stats.measure_store", lambda *_, **__: pytest.fail("a pass was made"))
     (tmp_path / "file").write_text("")
     refused([store, "--output", tmp_path / "file" / "stats"], capsys)
 

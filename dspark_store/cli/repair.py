@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from dspark_store.commands.workers import add_worker_arguments, workers_of
+from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.repair import RepairPlan, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
 from dspark_store.precompute.say import say, say_error

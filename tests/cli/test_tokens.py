@@ -6,9 +6,9 @@ import io
 import pytest
 from transformers import LlamaConfig
 
-from dspark_store.cli import main
-from dspark_store.commands.tokens import add_arguments
-from dspark_store.commands.tokens import run as run_command
+from dspark_store.cli.main import main
+from dspark_store.cli.tokens import add_arguments
+from dspark_store.cli.tokens import run as run_command
 from tests.sources.words import CHAT, write_rows
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
