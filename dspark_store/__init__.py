@@ -72,25 +72,25 @@ __all__ = [
 _MODULES = {
     "Cache": "readers.cache",
     "CacheLoader": "readers.loader",
-    "CachedDSparkDataset": "dataset",
+    "CachedDSparkDataset": "compat.dataset",
     "DamagedStoreError": "format.damage",
     "Part": "format.problem",
     "Problem": "format.problem",
     "TargetWeights": "readers.weights",
-    "build_cached_dspark_dataloader": "dataset",
+    "build_cached_dspark_dataloader": "compat.dataset",
     "open_cache": "readers.cache",
-    "read_target_weight_modules": "dataset",
+    "read_target_weight_modules": "compat.dataset",
     "read_weights": "readers.weights",
     "tokenizer_chat_template_sha256": "sources.identity",
     "verify_store": "readers.verify",
 }
-"""Where a name is, if not in `automodel`. A module is imported with the first use of a name: torch takes seconds."""
+"""Where a name is, if not in `compat.automodel`. A module is imported with the first use of a name: torch takes seconds."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 # whatever the name is
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_MODULES.get(name, 'automodel')}")
+    module = import_module(f"{__name__}.{_MODULES.get(name, 'compat.automodel')}")
     value = getattr(module, "chat_template_sha256" if name == "tokenizer_chat_template_sha256" else name)
     globals()[name] = value
     return value
