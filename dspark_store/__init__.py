@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dspark_store.compat.automodel import (
         CACHE_KEYS,
         DTYPE_MAP,
-        build_cache_manifest,
         compute_batch_cache,
         ensure_manifest_complete,
         existing_shard_indices,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         read_target_weight_modules,
     )
     from dspark_store.format.damage import DamagedStoreError
+    from dspark_store.format.manifest import build_cache_manifest
     from dspark_store.format.problem import Part, Problem
     from dspark_store.readers.cache import Cache, open_cache
     from dspark_store.readers.loader import CacheLoader
@@ -77,6 +77,7 @@ _MODULES = {
     "Part": "format.problem",
     "Problem": "format.problem",
     "TargetWeights": "readers.weights",
+    "build_cache_manifest": "format.manifest",
     "build_cached_dspark_dataloader": "compat.dataset",
     "open_cache": "readers.cache",
     "read_target_weight_modules": "compat.dataset",
@@ -84,7 +85,7 @@ _MODULES = {
     "tokenizer_chat_template_sha256": "sources.identity",
     "verify_store": "readers.verify",
 }
-"""Where a name is, if not in `compat.automodel`. A module is imported with the first use of a name: torch takes seconds."""
+"""Where a name is, if not in `compat.automodel`. Modules are imported with the first use of a name: torch is slow."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 # whatever the name is

@@ -55,14 +55,6 @@ class TargetBatch(Protocol):
     target_last_hidden_states: torch.Tensor
 
 
-class TextConfig(Protocol):
-    """What a manifest needs of a target's text configuration."""
-
-    hidden_size: int
-    vocab_size: int
-    num_hidden_layers: int
-
-
 class HasWeight(Protocol):
     """A module, or whatever else has a ``weight``."""
 
@@ -73,45 +65,6 @@ def compute_batch_cache(target_batch: TargetBatch, cache_dtype: torch.dtype) -> 
     """Return a batch's four cache keys on the CPU: ids and mask as int64, states in ``cache_dtype``."""
     integers = {name: getattr(target_batch, name).to(torch.long).cpu() for name in (IDS, MASK)}
     return integers | {name: getattr(target_batch, name).to(cache_dtype).cpu() for name in (LAYERS, LAST)}
-
-
-def build_cache_manifest(
-    *,
-    target_model: str,
-    target_model_type: str,
-    target_text_config: TextConfig,
-    seq_length: int,
-    dtype: str,
-    num_samples: int,
-    shard_size: int,
-    target_layer_ids: list[int],
-    train_data_path: str,
-    train_split: str | None,
-    shuffle_seed: int,
-    mask_reasoning_content: bool,
-    chat_template_sha256: str,
-) -> dict[str, JsonValue]:
-    """Return a manifest's 17 fields: the target, the shapes, and the identity of the input."""
-    width = int(target_text_config.hidden_size)
-    return {
-        "target_model": target_model,
-        "target_model_type": target_model_type,
-        "target_vocab_size": int(target_text_config.vocab_size),
-        "hidden_size": width,
-        "num_hidden_layers": int(target_text_config.num_hidden_layers),
-        "seq_length": int(seq_length),
-        "dtype": dtype,
-        "num_samples": int(num_samples),
-        "shard_size": int(shard_size),
-        "target_hidden_dim": width * len(target_layer_ids),
-        "target_last_hidden_dim": width,
-        "target_layer_ids": [int(layer) for layer in target_layer_ids],
-        "train_data_path": str(train_data_path),
-        "train_split": train_split,
-        "shuffle_seed": shuffle_seed,
-        "mask_reasoning_content": bool(mask_reasoning_content),
-        "chat_template_sha256": chat_template_sha256,
-    }
 
 
 def manifest_mismatch_fields(recorded: Mapping[str, JsonValue], manifest: Mapping[str, JsonValue]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonFields, JsonValue, json_digest, shown
@@ -53,6 +53,53 @@ SEMANTICS: dict[str, JsonValue] = {
     "input_ids": "unshifted",
     "loss_mask": "unshifted: 1 where the token at this very position is supervised",
 }
+
+
+class TextConfig(Protocol):
+    """What a manifest needs of a target's text configuration."""
+
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+
+
+def build_cache_manifest(
+    *,
+    target_model: str,
+    target_model_type: str,
+    target_text_config: TextConfig,
+    seq_length: int,
+    dtype: str,
+    num_samples: int,
+    shard_size: int,
+    target_layer_ids: list[int],
+    train_data_path: str,
+    train_split: str | None,
+    shuffle_seed: int,
+    mask_reasoning_content: bool,
+    chat_template_sha256: str,
+) -> dict[str, JsonValue]:
+    """Return a manifest's 17 fields: the target, the shapes, and the identity of the input."""
+    width = int(target_text_config.hidden_size)
+    return {
+        "target_model": target_model,
+        "target_model_type": target_model_type,
+        "target_vocab_size": int(target_text_config.vocab_size),
+        "hidden_size": width,
+        "num_hidden_layers": int(target_text_config.num_hidden_layers),
+        "seq_length": int(seq_length),
+        "dtype": dtype,
+        "num_samples": int(num_samples),
+        "shard_size": int(shard_size),
+        "target_hidden_dim": width * len(target_layer_ids),
+        "target_last_hidden_dim": width,
+        "target_layer_ids": [int(layer) for layer in target_layer_ids],
+        "train_data_path": str(train_data_path),
+        "train_split": train_split,
+        "shuffle_seed": shuffle_seed,
+        "mask_reasoning_content": bool(mask_reasoning_content),
+        "chat_template_sha256": chat_template_sha256,
+    }
 
 
 def mismatch_fields(recorded: Manifest, manifest: Manifest, ignore: frozenset[str] = frozenset()) -> list[str]:

@@ -9,7 +9,6 @@ from typing import cast
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dspark_store.compat.automodel import build_cache_manifest
 from dspark_store.format.damage import remedy
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
@@ -18,6 +17,7 @@ from dspark_store.format.manifest import (
     SETTLED_FIELDS,
     Manifest,
     StoreRecord,
+    build_cache_manifest,
     identity_digest,
     mismatch_fields,
     refuse_unfinished_copy,
