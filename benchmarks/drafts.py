@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from benchmarks.bigram import Bigram
-from dspark_store.draft.blocks import draw_blocks
-from dspark_store.draft.distance import SlotTerms
-from dspark_store.draft.keys import sample_keys
-from dspark_store.draft.loss import loss_sums
+from dspark_store.draft.anchors import draw_blocks, sample_keys
+from dspark_store.draft.loss import SlotTerms, compared, loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.config import parse_arguments
@@ -103,8 +101,10 @@ def tau_of_bigram(training: Training, bigram: Bigram, added: float) -> float:
         previous = blocks.previous.cpu().numpy()
         logits = torch.from_numpy(bigram.log_probabilities(previous.ravel(), added)).view(*previous.shape, -1)
         with torch.no_grad():
-            teacher = draft.teacher_logits(batch[LAST].to(config.compute_dtype), blocks)
-            terms = SlotTerms.of_logits(logits.to(device), teacher, blocks)
+            teacher = draft.head_logits(draft.teacher_states(batch[LAST].to(config.compute_dtype), blocks))
+            counts_at, logits = blocks.supervised, logits.to(device)
+            each = compared(logits[counts_at], teacher[counts_at], blocks.labels[counts_at])
+            terms = SlotTerms.of(each, blocks)
             found: DraftCounts = draft_counts(None, loss_sums(terms, None, blocks), blocks)
         counts = found if counts is None else counts + found
     training.data.validation.set_epoch(0)

@@ -1,15 +1,90 @@
-"""The loss: cross-entropy to the labels, distance to the teacher, and the confidence's own error."""
+"""The loss: cross-entropy to the labels, distance to the teacher, and the confidence's own error.
+
+Logits are made of a piece of the slots at a time, so that no vocabulary is held for all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dspark_store.draft.blocks import Blocks
-from dspark_store.draft.distance import SlotTerms
+from dspark_store.draft.anchors import Blocks
+from dspark_store.draft.model import Draft, DraftOutput
+
+PIECE_TOKENS = 128
+
+
+def by_pieces(function: Callable[..., Tensor], size: int, *tensors: Tensor) -> Tensor:
+    """Return ``function`` (m, n) of each n = ``size`` rows of all tensors (T, ...), side by side: (m, T).
+
+    What it makes on its way is made anew in the backward pass.
+    """
+    pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+    with _weights_cast_anew():
+        parts = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def _weights_cast_anew() -> Iterator[None]:
+    """Have autocast keep no copies of weights: the pieces' gradients would be summed in the dtype of the copy."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTerms:
+    """Of each slot, 0 for one that does not count: all (B, N, K) fp32.
+
+    ``cross_entropy`` is that of the draft to the label; ``distance``, from 0 to 2, is the L1 distance of the draft's
+    probabilities to the teacher's. The teacher gets no gradient.
+    """
+
+    cross_entropy: Tensor
+    distance: Tensor
+
+    @classmethod
+    def of(cls, terms: Tensor, blocks: Blocks) -> SlotTerms:
+        """Put the terms (2, n) of the slots that count in their places."""
+        counts = blocks.supervised
+        crossed, distance = (terms.new_zeros(counts.shape).masked_scatter(counts, term) for term in terms)
+        return cls(crossed, distance)
+
+
+def slot_terms(draft: Draft, output: DraftOutput, last: Tensor, blocks: Blocks, chunk: int = PIECE_TOKENS) -> SlotTerms:
+    """Compare what the draft makes of the slots with the text, and with the target's last hidden states (B, S, H).
+
+    The logits of both are made of ``chunk`` slots at a time, and of no slot that does not count.
+    """
+    counts = blocks.supervised
+    hidden, teacher, labels = output.hidden[counts], draft.teacher_states(last, blocks)[counts], blocks.labels[counts]
+
+    def terms(hidden: Tensor, teacher: Tensor, labels: Tensor, *latents: Tensor) -> Tensor:
+        with torch.no_grad():
+            own = draft.head_logits(teacher)
+        return compared(draft.slot_logits(hidden, *latents), own, labels)
+
+    latents = () if output.latents is None else (output.latents[counts],)
+    return SlotTerms.of(by_pieces(terms, chunk, hidden, teacher, labels, *latents), blocks)
+
+
+def compared(draft: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """Return (2, n) fp32: the cross-entropy of logits (n, V) to labels (n,), and their L1 distance to the teacher's."""
+    logarithms = draft.float().log_softmax(-1)
+    crossed = -logarithms.gather(-1, labels[:, None])[:, 0]
+    distance = (logarithms.exp() - teacher.float().log_softmax(-1).exp()).abs().sum(-1)
+    return torch.stack([crossed, distance])
+
 
 _EPSILON = 1e-6
 

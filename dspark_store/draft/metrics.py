@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark_store.draft.blocks import Blocks
+from dspark_store.draft.anchors import Blocks
 from dspark_store.draft.loss import LossSums
 
 

@@ -10,12 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark_store.draft.attention import Mask
-from dspark_store.draft.backbone import Backbone, Projection
-from dspark_store.draft.blocks import Blocks, Packing
-from dspark_store.draft.confidence import ConfidenceHead
-from dspark_store.draft.markov import markov_head
-from dspark_store.draft.masks import DENSE_SLOTS, dense_mask, flex_mask
+from dspark_store.draft.anchors import Blocks, Packing
+from dspark_store.draft.backbone import DENSE_SLOTS, Backbone, Mask, Projection, dense_mask, flex_mask
+from dspark_store.draft.heads import ConfidenceHead, markov_head
 from dspark_store.draft.settings import DraftSettings
 
 _INITIAL_STD = 0.02
@@ -126,11 +123,6 @@ class Draft(nn.Module):
         """Return the target's own states (B, N, K, H) before the labels, of its last hidden states (B, S, H)."""
         sources = blocks.sources.flatten(1)[:, :, None].expand(-1, -1, last.shape[2])
         return torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
-
-    def teacher_logits(self, last: Tensor, blocks: Blocks) -> Tensor:
-        """Return the target's own logits (B, N, K, V) for the labels of all slots at once, more than training holds."""
-        with torch.no_grad():
-            return self.head_logits(self.teacher_states(last, blocks))
 
 
 def _positions(blocks: Blocks, width: int, packing: Packing | None) -> Tensor:

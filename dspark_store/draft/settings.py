@@ -68,7 +68,7 @@ class DraftSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetShape:
+class TargetSizes:
     """What a draft takes over from its target's configuration by default: sizes of attention and MLP, rotation."""
 
     vocab_size: int
@@ -81,7 +81,7 @@ class TargetShape:
     rope_theta: float
 
     @classmethod
-    def of(cls, config: Mapping[str, JsonValue]) -> TargetShape:
+    def of(cls, config: Mapping[str, JsonValue]) -> TargetSizes:
         """Read a target's text configuration; ValueError names a field that it lacks."""
         hidden, heads = _whole(config, "hidden_size", "n_embd"), _whole(config, "num_attention_heads", "n_head")
         head_dim = _optional(config, "head_dim") or hidden // heads

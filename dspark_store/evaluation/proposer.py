@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark_store.draft.anchors import Anchors
-from dspark_store.draft.blocks import Blocks
+from dspark_store.draft.anchors import Anchors, Blocks
 from dspark_store.draft.model import Draft
 from dspark_store.evaluation.sampling import Proposal, Sampler
 

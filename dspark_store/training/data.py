@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_store.draft.model import Draft
-from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetShape
+from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetSizes
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Side
@@ -71,7 +71,7 @@ def draft_settings(config: TrainConfig, cache: Cache, captured_layers: int) -> D
     """Return the shape of the draft for a store's target. ValueError when the store does not describe its target."""
     if cache.target_config is None:
         raise ValueError(f"{cache.storage} does not hold its target's configuration, from which a draft's sizes follow")
-    shape = TargetShape.of(cache.target_config)
+    shape = TargetSizes.of(cache.target_config)
     return DraftSettings(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

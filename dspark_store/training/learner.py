@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dspark_store.draft.blocks import Blocks, draw_blocks
-from dspark_store.draft.distance import slot_terms
-from dspark_store.draft.keys import sample_keys
-from dspark_store.draft.loss import LossSums, loss_sums
+from dspark_store.draft.anchors import Blocks, draw_blocks, sample_keys
+from dspark_store.draft.loss import LossSums, loss_sums, slot_terms
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.draft.model import Draft, DraftOutput
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK

@@ -9,8 +9,7 @@ import torch
 from benchmarks import drafts, online
 from benchmarks.bigram import Bigram
 from benchmarks.online import Summary
-from dspark_store.draft.blocks import draw_blocks
-from dspark_store.draft.keys import sample_keys
+from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.readers.cache import open_cache
 from dspark_store.training.config import parse_arguments
 from dspark_store.training.journal import read_metrics
@@ -61,7 +60,7 @@ def test_a_bigram_that_knows_the_next_token_is_worth_what_the_target_gives_it(st
         blocks = draw_blocks(
             batch["input_ids"], batch["loss_mask"], keys, num_anchors=config.num_anchors, block_size=config.block_size
         )
-        own = draft.teacher_logits(batch["target_last_hidden_states"], blocks).softmax(-1)
+        own = draft.head_logits(draft.teacher_states(batch["target_last_hidden_states"], blocks)).softmax(-1)
         right = own.gather(-1, blocks.labels[..., None])[..., 0] * blocks.supervised
         tokens += float(((1 + right.cumprod(2).sum(2)) * blocks.live).sum())
         blocks_seen += int(blocks.live.sum())

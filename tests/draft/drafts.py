@@ -1,13 +1,11 @@
-"""A tiny draft, and batches that it learns from."""
+"""A tiny draft, batches that it learns from, and a case that is worked out by hand."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from dspark_store.draft.blocks import Blocks, Packing, draw_blocks
-from dspark_store.draft.distance import slot_terms
-from dspark_store.draft.keys import generated_keys
-from dspark_store.draft.loss import loss_sums
+from dspark_store.draft.anchors import Anchors, Blocks, Packing, draw_blocks
+from dspark_store.draft.loss import SlotTerms, compared, loss_sums, slot_terms
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings
 
@@ -67,9 +65,26 @@ def tiny_batch(mask=None, rows=2, width=16, num_anchors=5, block_size=4, seed=0,
     states = torch.randn(rows, width, LAYERS * WIDTH, generator=random)
     last = torch.randn(rows, width, WIDTH, generator=random)
     remaining = None if packing is None else packing.doc_remaining
-    keys = generated_keys(rows, width, random)
+    keys = random_keys(rows, width, random)
     blocks = draw_blocks(ids, mask, keys, num_anchors=num_anchors, block_size=block_size, doc_remaining=remaining)
     return Batch(ids, mask, states, last, blocks, packing)
+
+
+def random_keys(rows, width, random=None):
+    """Keys (rows, width) from a generator of torch."""
+    return torch.randint(2**62, (rows, width), generator=random)
+
+
+def teacher_logits(draft, batch):
+    """The target's own logits (B, N, K, V) for all slots at once."""
+    with torch.no_grad():
+        return draft.head_logits(draft.teacher_states(batch.last, batch.blocks))
+
+
+def terms_of_logits(draft, teacher, blocks):
+    """The terms of logits (B, N, K, V)."""
+    counts = blocks.supervised
+    return SlotTerms.of(compared(draft[counts], teacher[counts], blocks.labels[counts]), blocks)
 
 
 def all_logits(draft, output):
@@ -89,3 +104,19 @@ def packed(*lengths):
     positions = [position for length in lengths for position in range(length)]
     remaining = [left for length in lengths for left in reversed(range(length))]
     return Packing(torch.tensor([positions]), torch.tensor([remaining]))
+
+
+TEACHER = torch.tensor([0.25, 0.75]).log().expand(1, 1, 3, 2)
+DRAFT = torch.tensor([0.75, 0.25]).log().expand(1, 1, 3, 2)
+UNSURE = torch.zeros(1, 1, 3)
+
+
+def hand_sums(blocks, gamma=None, *, logits=DRAFT, confidence=UNSURE):
+    return loss_sums(terms_of_logits(logits, TEACHER, blocks), confidence, blocks, gamma)
+
+
+def hand_blocks(*supervised):
+    """A block whose labels are all 0."""
+    zeros = torch.zeros(1, 1, 3, dtype=torch.long)
+    anchors = Anchors(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool))
+    return Blocks(anchors, zeros, zeros, zeros, torch.tensor([[list(supervised)]]).bool())

@@ -3,15 +3,58 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.draft.anchors import anchor_candidates, draw_anchors
-from dspark_store.draft.keys import generated_keys, sample_keys
-from tests.draft.drafts import packed, random_
+from dspark_store.draft.anchors import Anchors, anchor_candidates, blocks_at, draw_anchors, sample_keys
+from tests.draft.drafts import packed, random_, random_keys
+
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def test_a_key_is_a_function_of_seed_epoch_sample_and_position_alone():
+    both = sample_keys(torch.tensor([7, 3]), 9, seed=1, epoch=2)
+    alone = sample_keys(torch.tensor([3]), 5, seed=1, epoch=2)
+    assert torch.equal(both[1, :5], alone[0])
+
+
+def test_keys_are_those_of_splitmix64():
+    """Another order of anchors is another training run: these may change with a new version only."""
+    words = [[key_by_hand(3, 1, sample, position) for position in (1, 2)] for sample in (0, 5)]
+    assert sample_keys(torch.tensor([0, 5]), 2, seed=3, epoch=1).tolist() == words
+    assert words[0][1] == 2159198217602378625
+
+
+def key_by_hand(seed, epoch, sample, position):
+    word = mixed(seed ^ 0x616E63686F727300)
+    word = mixed(word + GAMMA * (epoch + 1))
+    word = mixed(word + GAMMA * (sample + 1))
+    return mixed(word + GAMMA * position) >> 2
+
+
+def mixed(word):
+    word &= 2**64 - 1
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return word ^ (word >> 31)
+
+
+def test_seed_epoch_sample_and_position_each_change_the_key():
+    samples = torch.arange(50)
+    keys = [sample_keys(samples, 8, seed=seed, epoch=epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert torch.stack(keys).unique().numel() == 4 * 50 * 8
+
+
+def test_keys_are_spread_evenly():
+    keys = sample_keys(torch.arange(400), 100, seed=0, epoch=0)
+    assert int(keys.min()) >= 0
+    assert int(keys.max()) < 2**62
+    assert abs(float((keys.double() / 2**62).mean()) - 0.5) < 0.01
+    low = (keys & 1).double().mean()
+    assert abs(float(low) - 0.5) < 0.01
 
 
 def drawn(mask, num_anchors, seed=0):
     mask = torch.tensor([mask])
     candidates = anchor_candidates(mask)
-    return draw_anchors(candidates, generated_keys(1, mask.shape[1], random_(seed)), num_anchors)
+    return draw_anchors(candidates, random_keys(1, mask.shape[1], random_(seed)), num_anchors)
 
 
 def test_a_candidate_and_the_token_after_it_are_supervised():
@@ -71,3 +114,47 @@ def test_padding_moves_no_anchor():
 def test_fewer_than_one_anchor_is_refused():
     with pytest.raises(ValueError, match="num_anchors must be >= 1, got 0"):
         drawn([1, 1], 0)
+
+
+def laid(positions, mask, block_size, kept=None, doc_remaining=None):
+    positions = torch.tensor([positions])
+    keep = torch.ones_like(positions, dtype=torch.bool) if kept is None else torch.tensor([kept])
+    mask = torch.tensor([mask])
+    ids = 100 + torch.arange(mask.shape[1])[None]
+    return blocks_at(Anchors(positions, keep), ids, mask, block_size, doc_remaining)
+
+
+def test_a_slot_predicts_the_token_after_it():
+    blocks = laid([1, 2], [1] * 8, 3)
+    assert blocks.labels.tolist() == [[[102, 103, 104], [103, 104, 105]]]
+    assert blocks.previous.tolist() == [[[101, 102, 103], [102, 103, 104]]]
+    assert blocks.sources.tolist() == [[[1, 2, 3], [2, 3, 4]]]
+
+
+def test_a_block_counts_up_to_its_first_token_that_is_not_supervised():
+    blocks = laid([0, 3, 4], [1, 1, 0, 1, 1, 1], 3)
+    assert blocks.supervised.tolist() == [[[True, False, False], [True, True, False], [True, False, False]]]
+    assert blocks.live.tolist() == [[True, True, True]]
+
+
+def test_labels_past_the_end_are_clamped_and_do_not_count():
+    blocks = laid([2], [1] * 4, 3)
+    assert blocks.labels.tolist() == [[[103, 103, 103]]]
+    assert blocks.supervised.tolist() == [[[True, False, False]]]
+
+
+def test_a_block_that_is_not_kept_counts_nowhere():
+    blocks = laid([1, 0], [1] * 6, 2, kept=[True, False])
+    assert blocks.supervised.tolist() == [[[True, True], [False, False]]]
+    assert blocks.labels[0, 1].tolist() == [100, 100]
+    assert blocks.live.tolist() == [[True, False]]
+
+
+def test_a_block_ends_with_its_packed_document():
+    packing = packed(4, 4)
+    blocks = laid([2], [1] * 8, 4, doc_remaining=packing.doc_remaining)
+    assert blocks.supervised.tolist() == [[[True, False, False, False]]]
+
+
+def test_documents_are_counted_by_their_first_positions():
+    assert packed(3, 2).documents.tolist() == [[0, 0, 0, 1, 1]]

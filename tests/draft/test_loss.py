@@ -2,10 +2,154 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from dspark_store.draft.loss import LossWeights, slot_weights
-from tests.draft.drafts import all_logits, sums_of, tiny_batch, tiny_draft
-from tests.draft.oracle import DRAFT, TEACHER, hand_blocks, hand_sums
+from dspark_store.draft.loss import LossWeights, compared, slot_terms, slot_weights
+from tests.draft.drafts import (
+    DRAFT,
+    MARKOV_KINDS,
+    TEACHER,
+    all_logits,
+    hand_blocks,
+    hand_sums,
+    random_,
+    sums_of,
+    teacher_logits,
+    terms_of_logits,
+    tiny_batch,
+    tiny_draft,
+)
+
+WIDE = 500
+
+
+def logits():
+    draft, teacher = torch.randn(2, 15, 11, generator=random_())
+    return draft.requires_grad_(), teacher, torch.randint(11, (15,), generator=random_(2))
+
+
+def test_equal_logits_are_no_distance_apart():
+    draft, _, labels = logits()
+    assert not compared(draft, draft, labels)[1].any()
+
+
+def test_distributions_without_overlap_are_two_apart():
+    far = torch.tensor([[1000.0, 0.0]]), torch.tensor([[0.0, 1000.0]])
+    assert compared(*far, torch.tensor([1])).tolist() == [[1000.0], [2.0]]
+
+
+def test_both_terms_and_their_gradients_are_those_of_their_definitions():
+    draft, teacher, labels = logits()
+    direct = torch.stack(
+        [
+            F.cross_entropy(draft, labels, reduction="none"),
+            (draft.softmax(-1) - teacher.softmax(-1)).abs().sum(-1),
+        ]
+    )
+    weights = torch.rand(2, 15, generator=random_(3))
+    (expected,) = torch.autograd.grad((weights * direct).sum(), draft)
+    terms = compared(draft, teacher, labels)
+    (gradient,) = torch.autograd.grad((weights * terms).sum(), draft)
+    assert torch.allclose(terms, direct, atol=1e-6)
+    assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+def test_logits_in_bf16_are_compared_in_fp32():
+    draft, teacher, labels = logits()
+    terms = compared(draft.bfloat16(), teacher.bfloat16(), labels)
+    assert terms.dtype is torch.float32
+    assert torch.equal(terms, compared(draft.bfloat16().float(), teacher.bfloat16().float(), labels))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 128])
+@pytest.mark.parametrize("kind", MARKOV_KINDS)
+def test_slots_in_pieces_are_compared_as_their_whole_logits_are(kind, chunk):
+    draft, batch = tiny_draft(markov=kind), tiny_batch()
+    output, parameters = draft(batch.states, batch.blocks), list(draft.parameters())
+    weights = torch.rand(2, *batch.blocks.labels.shape, generator=random_(3))
+
+    def gradients(terms):
+        total = (weights * torch.stack([terms.cross_entropy, terms.distance])).sum()
+        return torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+    whole = terms_of_logits(all_logits(draft, output), teacher_logits(draft, batch), batch.blocks)
+    pieces = slot_terms(draft, output, batch.last, batch.blocks, chunk)
+    assert torch.allclose(pieces.distance, whole.distance, atol=1e-5)
+    assert torch.allclose(pieces.cross_entropy, whole.cross_entropy, atol=1e-5)
+    for gradient, expected in zip(gradients(pieces), gradients(whole), strict=True):
+        assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+def test_a_slot_that_does_not_count_has_no_terms():
+    draft, batch = tiny_draft(), tiny_batch()
+    terms = slot_terms(draft, draft(batch.states, batch.blocks), batch.last, batch.blocks)
+    counts = batch.blocks.supervised
+    assert counts.any()
+    assert not counts.all()
+    assert torch.equal(terms.distance > 0, counts)
+    assert torch.equal(terms.cross_entropy > 0, counts)
+
+
+def test_the_teacher_is_not_taught():
+    draft, batch = tiny_draft(), tiny_batch()
+    last = batch.last.requires_grad_()
+    slot_terms(draft, draft(batch.states, batch.blocks), last, batch.blocks).distance.sum().backward()
+    assert last.grad is None
+    assert all(parameter.grad is not None for parameter in draft.backbone.parameters())
+
+
+def test_no_vocabulary_is_made_or_kept_for_more_slots_than_a_piece_has(monkeypatch):
+    """Slots that do not count get no logits either."""
+    draft, batch = tiny_draft(vocab_size=WIDE), tiny_batch(num_anchors=40, width=40)
+    counted = int(batch.blocks.supervised.sum())
+    assert counted > 3 * 8
+    made, saved, real = [], [], draft.head_logits
+
+    def made_of(hidden):
+        made.append(len(hidden))
+        return real(hidden)
+
+    def noted(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(draft, "head_logits", made_of)
+
+    output = draft(batch.states, batch.blocks)
+    parameters = {parameter.numel() for parameter in draft.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        terms = slot_terms(draft, output, batch.last, batch.blocks, 8)
+    assert sum(made) == 2 * counted  # the draft's own and the teacher's
+    assert max(made) == 8
+    assert max(set(saved) - parameters, default=0) < 8 * WIDE
+    terms.distance.sum().backward()
+
+
+def test_in_bf16_the_gradients_of_pieces_are_summed_in_fp32():
+    """A copy of the weights that autocast kept for all pieces would sum them in bf16: 100 pieces lose two digits."""
+    draft, batch = tiny_draft(), tiny_batch(num_anchors=40, width=120, rows=4)
+    exact, rounded = (gradient_of_markov(draft, batch, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert int(batch.blocks.supervised.sum()) > 100
+    assert float((rounded - exact).norm() / exact.norm()) < 0.01
+
+
+def gradient_of_markov(draft, batch, dtype):
+    draft.zero_grad()
+    output = draft(batch.states, batch.blocks)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        terms = slot_terms(draft, output, batch.last, batch.blocks, 1)
+    terms.cross_entropy.sum().backward()
+    return draft.markov.to_vocab.weight.grad.clone()
+
+
+def test_without_a_slot_that_counts_there_is_nothing_and_its_gradient_is_nothing():
+    draft, batch = tiny_draft(), tiny_batch(torch.zeros(2, 8, dtype=torch.long))
+    terms = slot_terms(draft, draft(batch.states, batch.blocks), batch.last, batch.blocks)
+    assert not terms.distance.any()
+    (terms.distance.sum() + terms.cross_entropy.sum()).backward()
+    gradients = [parameter.grad for name, parameter in draft.named_parameters() if not name.startswith("confidence")]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
 
 ALL = hand_blocks(1, 1, 1)
 TWO = hand_blocks(1, 1, 0)
@@ -59,7 +203,7 @@ def test_a_draft_that_is_its_teacher_has_no_distance():
 def test_acceptance_is_one_less_the_total_variation():
     batch, draft = tiny_batch(), tiny_draft()
     logits = all_logits(draft, draft(batch.states, batch.blocks))
-    teacher = draft.teacher_logits(batch.last, batch.blocks)
+    teacher = teacher_logits(draft, batch)
     overlap = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
     assert torch.allclose(sums_of(draft, batch).accept, overlap * batch.blocks.supervised, atol=1e-5)
 

@@ -1,11 +1,9 @@
 import pytest
 import torch
 
-from dspark_store.draft.distance import slot_terms
-from dspark_store.draft.loss import loss_sums
+from dspark_store.draft.loss import loss_sums, slot_terms
 from dspark_store.draft.metrics import DraftCounts, draft_counts
-from tests.draft.drafts import tiny_batch, tiny_draft
-from tests.draft.oracle import UNSURE, hand_blocks, hand_sums
+from tests.draft.drafts import UNSURE, hand_blocks, hand_sums, tiny_batch, tiny_draft
 
 
 def counted(blocks, confidence=UNSURE, gamma=None):

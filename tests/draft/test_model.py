@@ -1,11 +1,21 @@
 import pytest
 import torch
 
-from dspark_store.draft.anchors import Anchors
-from dspark_store.draft.blocks import blocks_at
+from dspark_store.draft.anchors import Anchors, blocks_at
 from dspark_store.draft.loss import LossWeights
 from dspark_store.draft.model import Draft
-from tests.draft.drafts import MARKOV_KINDS, SETTINGS, VOCAB, WIDTH, all_logits, packed, sums_of, tiny_batch, tiny_draft
+from tests.draft.drafts import (
+    MARKOV_KINDS,
+    SETTINGS,
+    VOCAB,
+    WIDTH,
+    all_logits,
+    packed,
+    sums_of,
+    teacher_logits,
+    tiny_batch,
+    tiny_draft,
+)
 
 
 def outputs(draft, batch):
@@ -27,7 +37,7 @@ def loss_and_gradients(draft, batch):
 def test_logits_teacher_and_confidence_have_a_value_for_each_slot(kind):
     draft, batch = tiny_draft(markov=kind), tiny_batch(num_anchors=8)
     output = outputs(draft, batch)
-    assert all_logits(draft, output).shape == draft.teacher_logits(batch.last, batch.blocks).shape == (2, 8, 4, VOCAB)
+    assert all_logits(draft, output).shape == teacher_logits(draft, batch).shape == (2, 8, 4, VOCAB)
     assert output.confidence is not None
     assert output.confidence.shape == (2, 8, 4)
     assert all_logits(draft, output).isfinite().all()
@@ -138,7 +148,7 @@ def test_the_teacher_is_the_head_over_the_state_before_the_label():
     draft, batch = tiny_draft(), tiny_batch()
     row, block, slot = batch.blocks.supervised.nonzero()[0].tolist()
     state = batch.last[row, batch.blocks.anchors.positions[row, block] + slot]
-    teacher = draft.teacher_logits(batch.last, batch.blocks)
+    teacher = teacher_logits(draft, batch)
     assert torch.allclose(teacher[row, block, slot], draft.head @ state, atol=1e-5)
     assert not teacher.requires_grad
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from dspark_store.draft.anchors import Anchors
-from dspark_store.draft.blocks import blocks_at
+from dspark_store.draft.anchors import Anchors, blocks_at
 from dspark_store.evaluation.proposer import propose
 from dspark_store.evaluation.sampling import Sampler
 from tests.draft.drafts import LAYERS, MARKOV_KINDS, VOCAB, WIDTH, all_logits, random_, tiny_draft

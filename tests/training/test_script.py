@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from dspark_store import build_cached_dspark_dataloader, read_manifest, read_target_weight_modules
-from dspark_store.draft.blocks import draw_blocks
-from dspark_store.draft.distance import slot_terms
-from dspark_store.draft.keys import generated_keys
-from dspark_store.draft.loss import LossWeights, loss_sums
+from dspark_store.draft.anchors import draw_blocks
+from dspark_store.draft.loss import LossWeights, loss_sums, slot_terms
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings
 
@@ -42,7 +40,7 @@ def upstream_training(cache_dir, steps):
     while len(losses) < steps:
         for batch in loader:
             ids, mask = batch["input_ids"], batch["loss_mask"]
-            blocks = draw_blocks(ids, mask, generated_keys(*ids.shape), num_anchors=4, block_size=3)
+            blocks = draw_blocks(ids, mask, torch.randint(2**62, ids.shape), num_anchors=4, block_size=3)
             output = draft(batch["target_hidden_states"], blocks)
             terms = slot_terms(draft, output, batch["target_last_hidden_states"], blocks)
             loss = loss_sums(terms, output.confidence, blocks).total(LossWeights())

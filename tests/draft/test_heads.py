@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from dspark_store.draft.markov import markov_head
+from dspark_store.draft.heads import markov_head
 from tests.draft.drafts import SETTINGS, VOCAB, WIDTH, random_
 
 

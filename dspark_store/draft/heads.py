@@ -1,7 +1,8 @@
-"""Markov heads: a low-rank bias on a slot's logits from the token before, which the parallel backbone cannot see.
+"""The heads on the backbone: Markov and confidence.
 
-A head makes a latent (..., r) for each slot, and one map takes it to the vocabulary. In training the previous tokens
-are known and all slots are done at once; in decoding `step` does one slot after the other.
+A Markov head is a low-rank bias on a slot's logits from the token before, which the parallel backbone cannot see: it
+makes a latent (..., r) for each slot, and one map takes it to the vocabulary. In training the previous tokens are known
+and all slots are done at once; in decoding `step` does one slot after the other.
 """
 
 from __future__ import annotations
@@ -84,3 +85,17 @@ def markov_head(settings: DraftSettings) -> MarkovHead | None:
     """Return the head of the settings' kind, None for "none"."""
     kinds = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
     return None if settings.markov == "none" else kinds[settings.markov](settings)
+
+
+class ConfidenceHead(nn.Module):
+    """One logit a slot, from its hidden state and, where there is a Markov head, the previous token's row in it."""
+
+    def __init__(self, settings: DraftSettings) -> None:
+        super().__init__()
+        width = settings.hidden_size + (settings.markov_rank if settings.confidence_sees_markov else 0)
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, row: Tensor | None) -> Tensor:
+        """Return (...) for hidden states (..., H) and rows (..., r), None where the head is not shown any."""
+        features = hidden if row is None else torch.cat([hidden, row], dim=-1)
+        return cast(Tensor, self.linear(features).squeeze(-1))
