@@ -16,6 +16,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import (
     Capture,
@@ -36,7 +37,7 @@ from dspark_store.target.capture import StageStates
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import settle_tokens
-from dspark_store.writers.tokens import TokenRows, read_token_shard, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 
 _LEASE_SECONDS = 600.0
 

@@ -26,10 +26,9 @@ from benchmarks.resident import resident_bytes
 from benchmarks.synthetic import synthetic_states
 from benchmarks.tables import Column, Comparison, Recorder, Table
 from dspark_store import CacheLoader, open_cache
-from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.arrays import array_checksum, array_keys, pack_array
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import ShardGrid, default_chunk_tokens
-from dspark_store.format.ledger import pack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import (
@@ -41,13 +40,14 @@ from dspark_store.format.schema import (
     StoreSchema,
 )
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.readers.epoch import PaddedEpoch
 from dspark_store.readers.order import BatchPlan, epoch_order
 from dspark_store.readers.plan import SampleSpan, byte_runs, chunk_bounds, object_reads, plan_spans
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 
 MIB = 2**20
 SAMPLES, SHARDS, LAYERS, SEQ_LENGTH, WIDTH, BATCH = 1_000_000, 4_000, 6, 2048, 4096, 8

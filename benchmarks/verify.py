@@ -36,13 +36,14 @@ from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import COLUMNS, LAST, StoreSchema
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.verification import verify
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.shapes import batch_shape, batch_tensor
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 
 WIDTH, LAYERS, SEQ_LENGTH, SHARD_SIZE, SAMPLES, BATCH = 2560, 5, 1024, 6, 48, 8
 CODECS = ("default", "none", "fast")

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
+from dspark_store.format.arrays import array_checksum, array_keys, object_limit, unpack_array
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.digests import array_checksum, array_keys, object_limit
-from dspark_store.format.ledger import Ledger, counted_objects, distinct_bytes, unpack_array
+from dspark_store.format.ledger import counted_objects, distinct_bytes, state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import (
     INDEX_DIGEST,
@@ -80,7 +80,7 @@ class StoreIndex:
             return list(range(schema.tokens.num_shards))
         if self._record.phase == "tokens":
             return []
-        shards = Ledger(self._storage, STATE_LEDGER, len(schema.state_objects)).committed()
+        shards = state_ledger(self._storage, schema).committed()
         return [shard for shard in shards if shard < schema.tokens.num_shards]
 
     @cached_property
@@ -118,8 +118,9 @@ class StoreIndex:
 
     def _ledger_row(self, path: str, shard: int) -> np.ndarray:
         if (path, shard) not in self._rows:
-            objects = len(TOKEN_OBJECTS) if path == TOKEN_LEDGER else len(self._record.schema.state_objects)
-            self._rows[path, shard] = Ledger(self._storage, path, objects).row(shard)
+            tokens = path == TOKEN_LEDGER
+            ledger = token_ledger(self._storage) if tokens else state_ledger(self._storage, self._record.schema)
+            self._rows[path, shard] = ledger.row(shard)
         return self._rows[path, shard]
 
     def _token_index(self, path: str) -> np.ndarray:

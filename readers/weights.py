@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dspark_store.format.arrays import array_checksum, array_keys, object_limit
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.digests import array_checksum, array_keys, object_limit
 from dspark_store.format.dtypes import bits_tensor
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS

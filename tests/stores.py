@@ -16,10 +16,11 @@ from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record
 from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes, write_metadata, write_root
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from dspark_store.writers.weights import write_weights
 
 RAGGED = (1, 20, 7, 8, 9, 13, 20)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dspark_store.format.arrays import array_checksum, array_keys, pack_array
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_checksum, array_keys
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.objects import Expected, open_object
@@ -25,8 +25,7 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
-from dspark_store.writers.ledgers import state_ledger, token_ledger
-from dspark_store.writers.tokens import TokenRows, read_shard_sources, read_token_shard
+from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard
 
 STATUS_GOOD, STATUS_NONFINITE = 0, 1
 

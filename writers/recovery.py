@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 
 _OBJECT_NAME = re.compile(r"c\.(\d+)(\.\d+)+")

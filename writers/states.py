@@ -12,11 +12,11 @@ import torch
 
 from dspark_store.format.codecs import EncodedChunk, Plain
 from dspark_store.format.dtypes import all_finite, bits_tensor, tensor_bits
+from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ShardWriter
 from dspark_store.format.storage import Storage
-from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.pipeline import EncodePipeline
 
 _TASK_BYTES = 2 * 1024 * 1024  # smaller chunks are encoded several at a time: a task has a cost of its own

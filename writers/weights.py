@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from dspark_store.format.digests import array_checksum, array_keys
+from dspark_store.format.arrays import array_checksum, array_keys
 from dspark_store.format.dtypes import tensor_bits
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS, ArraySpec

@@ -20,6 +20,7 @@ import torch
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype, cache_dtype_of
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import (
     BOOKKEEPING_FIELDS,
     FORMAT_VERSION,
@@ -30,11 +31,11 @@ from dspark_store.format.manifest import (
 from dspark_store.format.metadata import ROOT_KEY, has_store, read_record, write_metadata
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.writers.ledgers import state_ledger, token_ledger
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from dspark_store.writers.weights import write_weights
 
 CACHE_KEYS = COLUMNS

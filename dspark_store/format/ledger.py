@@ -10,32 +10,14 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from crc32c import crc32c
 
+from dspark_store.format.arrays import pack_array, unpack_array
 from dspark_store.format.codecs import CRC_BYTES
-from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.schema import IDS, MASK, TOKEN_OBJECTS
+from dspark_store.format.schema import IDS, MASK, STATE_LEDGER, TOKEN_LEDGER, TOKEN_OBJECTS, StoreSchema
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
 
 _ROW_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0\.0")
-
-
-def pack_array(values: np.ndarray) -> bytes:
-    """Return the stored object of a small array: its little-endian bytes and their crc32c."""
-    payload = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
-    return payload + crc32c(payload).to_bytes(4, "little")
-
-
-def unpack_array(stored: bytes, dtype: str, shape: tuple[int, ...], key: str) -> np.ndarray:
-    """Read a small array's object back, read-only; DamagedStoreError naming ``key`` when size or checksum is wrong."""
-    expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if len(stored) != expected + 4:
-        raise DamagedStoreError(f"object {key} has {len(stored)} bytes, expected {expected + 4}")
-    payload = stored[:-4]
-    if crc32c(payload) != int.from_bytes(stored[-4:], "little"):
-        raise DamagedStoreError(f"object {key} fails its checksum")
-    return np.frombuffer(payload, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
 def counted_objects(states: np.ndarray) -> np.ndarray:
@@ -93,3 +75,13 @@ class Ledger:
     def retract(self, shard: int) -> None:
         """Take a shard's commit back, before its objects are touched."""
         self._storage.delete(self.key(shard))
+
+
+def token_ledger(storage: Storage) -> Ledger:
+    """Return the ledger of the token phase."""
+    return Ledger(storage, TOKEN_LEDGER, len(TOKEN_OBJECTS))
+
+
+def state_ledger(storage: Storage, schema: StoreSchema) -> Ledger:
+    """Return the ledger of the states phase."""
+    return Ledger(storage, STATE_LEDGER, len(schema.state_objects))

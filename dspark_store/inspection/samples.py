@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import sample_digest
-from dspark_store.format.ledger import Ledger
-from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, SOURCE_CURSOR, TOKEN_LEDGER, TOKEN_OBJECTS
+from dspark_store.format.ledger import token_ledger
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, SOURCE_CURSOR, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
+from dspark_store.format.token_shards import read_token_shard, sample_digest
 from dspark_store.readers.cache import Cache
-from dspark_store.writers.tokens import read_token_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def measure(layer_id: int | None, states: torch.Tensor) -> StateNorms:
 
 def _samples_so_far(storage: Storage, shard_size: int) -> int:
     """Return the samples of the shards that stand in the token ledger without a hole from the first one on."""
-    ledger = Ledger(storage, TOKEN_LEDGER, len(TOKEN_OBJECTS))
+    ledger = token_ledger(storage)
     whole = [number for number, shard in enumerate(ledger.committed()) if number == shard]
     if not whole:
         return 0

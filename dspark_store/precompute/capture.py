@@ -10,19 +10,19 @@ from typing import cast
 import numpy as np
 import torch
 
+from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.storage import Storage
+from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import Activity, Crew
 from dspark_store.precompute.profile import Profile
 from dspark_store.target.capture import StageStates
 from dspark_store.target.limits import check_ids
-from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.states import FinishedObjects, NonFiniteError, StateShardWriter, publish_states
-from dspark_store.writers.tokens import TokenRows, read_token_shard
 
 type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import Storage
 from dspark_store.target.parallel import ParallelPlan
-from dspark_store.writers.ledgers import state_ledger
 
 
 def equality_class(plan: ParallelPlan, device: torch.device) -> str:

@@ -17,6 +17,7 @@ import zarr
 
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
@@ -49,7 +50,6 @@ from dspark_store.precompute.undo import full_disk_told, new_store_undone, retra
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store

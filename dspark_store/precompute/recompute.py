@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import CaptureSettings, padded_batch
 from dspark_store.readers.cache import Cache
 from dspark_store.target.capture import TargetCapture
-from dspark_store.writers.tokens import TokenRows
 
 
 def recompute(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import no_samples
 from dspark_store.sources.source import Resuming, Sample, Source, SourceError
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.publish import settle_tokens
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 
 
 def tokenise(

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_store.format.ledger import Ledger
+from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, has_store
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, SHARD_SOURCES, StoreSchema, object_key
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import sources_key
 from dspark_store.sources.source import SourceError
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LostLockError, check_lock
-from dspark_store.writers.tokens import sources_key
 
 _MAY_PASS = (OSError, MemoryError, RuntimeError)  # torch's out of memory and broken connections are of the last
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}

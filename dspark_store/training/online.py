@@ -22,6 +22,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_metadata, write_metadata
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import padded_batch
 from dspark_store.precompute.config import parse_arguments as parse_precompute
@@ -37,7 +38,6 @@ from dspark_store.target.limits import check_ids
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
-from dspark_store.writers.tokens import TokenRows, read_token_shard
 
 _SHARDS_KEPT = 64
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from crc32c import crc32c
 
+from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit, unpack_array
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
-from dspark_store.format.ledger import unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.problem import Part, Problem

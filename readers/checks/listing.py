@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dspark_store.format.digests import array_keys
-from dspark_store.format.ledger import Ledger
+from dspark_store.format.arrays import array_keys
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
 from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import (
@@ -21,7 +21,6 @@ from dspark_store.format.schema import (
     SHARD_SOURCES,
     STATE_LEDGER,
     TOKEN_LEDGER,
-    TOKEN_OBJECTS,
     object_key,
 )
 from dspark_store.format.storage import LocalStorage, Storage
@@ -75,7 +74,7 @@ def known_shards(view: StoreView) -> Sequence[int]:
     """Return the shards that the store has, or, while its tokens are written, those that it has committed so far."""
     if view.record.phase != "tokens":
         return range(view.schema.tokens.num_shards)
-    return Ledger(view.storage, TOKEN_LEDGER, len(TOKEN_OBJECTS)).committed()
+    return token_ledger(view.storage).committed()
 
 
 def check_strays(view: StoreView) -> Iterator[Problem]:

@@ -61,18 +61,17 @@ class LedgerRow:
 
 
 def read_ledger_row(
-    view: StoreView, path: str, objects: int, table: np.ndarray | None, findings: Findings, *, needed: bool
+    view: StoreView, ledger: Ledger, table: np.ndarray | None, findings: Findings, *, needed: bool
 ) -> LedgerRow:
     """Read a shard's row of a ledger; report it when it is damaged, or when it is missing though ``needed``."""
-    ledger = Ledger(view.storage, path, objects)
-    key = ledger.key(findings.shard)
+    key, part = ledger.key(findings.shard), _PARTS[ledger.path]
     row, published = None, True
     try:
         row = ledger.row(findings.shard)
     except FileNotFoundError:
         published = False
         if needed:
-            findings.add(_PARTS[path], key, "is missing", [])
+            findings.add(part, key, "is missing", [])
     except (OSError, DamagedStoreError) as error:
-        findings.add(_PARTS[path], key, told(error, key), [] if view.record.complete else None)
-    return LedgerRow(path, key, row, table, published, [], [])
+        findings.add(part, key, told(error, key), [] if view.record.complete else None)
+    return LedgerRow(ledger.path, key, row, table, published, [], [])

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.problem import Part, Problem
-from dspark_store.format.schema import COLUMNS, IDS, MASK, STATE_LEDGER, TOKEN_LEDGER, TOKEN_OBJECTS, object_key
+from dspark_store.format.schema import COLUMNS, IDS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import Storage
 from dspark_store.readers.checks.arrays import check_index
@@ -74,7 +75,7 @@ def check_shard(view: StoreView, shard: int) -> ShardVerdict:
     growing = view.record.phase == "tokens"
     samples = range(0) if growing else view.schema.tokens.rows(shard)
     findings = Findings(shard, samples)
-    token_row = read_ledger_row(view, TOKEN_LEDGER, len(TOKEN_OBJECTS), table[0], findings, needed=not growing)
+    token_row = read_ledger_row(view, token_ledger(view.storage), table[0], findings, needed=not growing)
     if growing and not token_row.published:
         return ShardVerdict((), 0, 0)  # a hole, as a repair may leave it: this phase fills it
     if growing:
@@ -85,9 +86,9 @@ def check_shard(view: StoreView, shard: int) -> ShardVerdict:
     _check_cursor(token_row, findings)
     token_row.report(findings)
     nbytes = tokens.nbytes
-    objects = len(view.schema.state_objects)
     complete = view.record.complete
-    state_row = read_ledger_row(view, STATE_LEDGER, objects, table[1], findings, needed=complete)
+    ledger = state_ledger(view.storage, view.schema)
+    state_row = read_ledger_row(view, ledger, table[1], findings, needed=complete)
     if complete or state_row.published:
         nbytes += check_states(view, state_row, tokens, findings)
         state_row.report(findings)

@@ -8,32 +8,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import sample_digest, shard_digest
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected
 from dspark_store.format.problem import Part
 from dspark_store.format.schema import (
-    ID_FILL,
     IDS,
     INDEX_DIGEST,
     INDEX_LENGTH,
     INDEX_SOURCE,
     INDEX_SUPERVISED,
     MASK,
-    MASK_FILL,
     SHARD_SOURCES,
     SOURCE_FILL,
     TOKEN_OBJECTS,
     object_key,
 )
 from dspark_store.format.shard import Place
+from dspark_store.format.token_shards import TOKEN_VALUES, sample_digest, shard_digest, sources_key, sources_place
 from dspark_store.readers.checks.arrays import told
 from dspark_store.readers.checks.findings import Findings
 from dspark_store.readers.checks.objects import OpenedObject, open_checked
 from dspark_store.readers.checks.rows import LedgerRow
 from dspark_store.readers.checks.view import StoreView
 
-_FILLS = {IDS: ("<i4", ID_FILL), MASK: ("u1", MASK_FILL)}
 _INDEX_KEYS = {
     INDEX_LENGTH: f"{INDEX_LENGTH}/c.0",
     INDEX_SUPERVISED: f"{INDEX_SUPERVISED}/c.0",
@@ -100,7 +97,7 @@ def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findin
 
 def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: Findings) -> dict[int, np.ndarray]:
     """Decode every row of a token object; return those that are whole, without what fills them up."""
-    dtype, fill = _FILLS[column]
+    dtype, fill = TOKEN_VALUES[column]
     chain, count = view.schema.chain(column), len(findings.samples)
     values: dict[int, np.ndarray] = {}
     messages = {row: f"lacks the chunk in slot {row}" for row in range(count) if not stored.tail.present[row]}
@@ -138,7 +135,7 @@ def _read_foreign(view: StoreView, column: str, findings: Findings) -> dict[int,
     values: dict[int, np.ndarray] = {}
     messages: dict[int, str] = {}
     for row, sample in enumerate(findings.samples):
-        out = np.empty(min(max(0, int(lengths[row])), view.schema.seq_length), _FILLS[column][0])
+        out = np.empty(min(max(0, int(lengths[row])), view.schema.seq_length), TOKEN_VALUES[column][0])
         try:
             source.fetch(sample, 0, 0, len(out), out)
             values[row] = out
@@ -195,8 +192,8 @@ def _check_index(view: StoreView, rows: dict[int, tuple[np.ndarray, np.ndarray]]
 def check_sources(view: StoreView, tokens: KnownTokens, findings: Findings) -> None:
     """Check which source each row of a shard came from, in a store of several."""
     shard, schema, count = findings.shard, view.schema, len(findings.samples)
-    key = f"{SHARD_SOURCES}/c.{shard}.0"
-    expected = Expected(view.record.store_id, Place(SHARD_SOURCES, 0, None, shard), tokens=tokens.digest)
+    key = sources_key(shard)
+    expected = Expected(view.record.store_id, sources_place(shard), tokens=tokens.digest)
     numbers = np.empty(schema.shard_size, "<u2")
     try:
         stored = open_checked(view.storage, key, ShardGrid(1, 1, 1, 1), expected, count)

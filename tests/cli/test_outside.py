@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dspark_store.cli.main import main
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, record_nodes
 from dspark_store.format.schema import metadata_bytes

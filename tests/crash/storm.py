@@ -11,9 +11,9 @@ import numpy as np
 import zarr
 
 from dspark_store import open_cache
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.metadata import COPY_KEY
 from dspark_store.format.storage import LocalStorage
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from tests.crash.launch import Running, zygote
 from tests.crash.orders import Outcome
 from tests.tiny import save_target_dir, tiny_llama, write_chats

@@ -8,7 +8,7 @@ import pytest
 from crc32c import crc32c
 
 from dspark_store import open_cache
-from dspark_store.format.ledger import pack_array, unpack_array
+from dspark_store.format.arrays import pack_array, unpack_array
 from dspark_store.format.schema import COLUMNS, LAST, LAYERS
 from dspark_store.readers.verify import verify_store
 from tests.crash.damage import (

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark_store.format.arrays import array_checksum, array_keys
 from dspark_store.format.codecs import plain_chain
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_checksum, array_keys, sample_digest, shard_digest
 from dspark_store.format.schema import ArraySpec
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import sample_digest, shard_digest
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1)), max_size=6)
 SPEC = ArraySpec((5, 2), "uint64", 0, (2, 2), None, plain_chain(8), ("row", "word"), {})

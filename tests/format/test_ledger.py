@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark_store.format.arrays import pack_array, unpack_array
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.ledger import Ledger, pack_array, unpack_array
+from dspark_store.format.ledger import Ledger
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.manifest import ATTRIBUTE, parse_record
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.schema import ArraySpec, metadata_bytes

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.report import SampleCounts
-from dspark_store.writers.ledgers import token_ledger
 from tests.precompute.jobs import interrupted, refused, sharded_module, write_rows
 
 QUESTION = {"messages": [{"role": "user", "content": "nobody answers"}]}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dspark_store as ds
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.metadata import COPY_KEY, read_record
 from dspark_store.format.schema import LAYERS
 from dspark_store.format.shard import ShardWriter
@@ -14,7 +15,6 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import ShardCapture
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from tests.precompute.jobs import (
     arguments,

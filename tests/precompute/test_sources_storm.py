@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from dspark_store.format.digests import sample_digest
 from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import sample_digest
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ROWS_PER_TASK, ChatSource
 from dspark_store.sources.jsonl import JsonlRows
 from dspark_store.sources.workers import TASKS_PER_WORKER
-from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
 from tests.tiny import tiny_tokenizer, write_chats
 

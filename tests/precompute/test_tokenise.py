@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import Sample, SourceError
-from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
-from dspark_store.writers.tokens import read_token_shard
 from tests.sources.words import write_rows
 
 SHARD_SIZE, LENGTH = 3, 8

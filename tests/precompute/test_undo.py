@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.undo import (
@@ -21,9 +23,8 @@ from dspark_store.precompute.undo import (
     retract_broken,
 )
 from dspark_store.sources.source import SourceError
-from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from tests.precompute.jobs import arguments, contents, interrupt, interrupted, precompute, write_rows
 from tests.writers.small_store import random_tokens, small_record
 

@@ -13,10 +13,11 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from dspark_store.writers.weights import write_weights
 
 SEQ_LENGTH, SHARD_SIZE, HIDDEN_SIZE, CHUNK_TOKENS = 16, 4, 8, 8

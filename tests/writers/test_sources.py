@@ -11,8 +11,9 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.metadata import read_record, write_metadata
 from dspark_store.format.schema import parse_layout
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import read_shard_sources, sources_key
 from dspark_store.writers.publish import settle_tokens
-from dspark_store.writers.tokens import read_shard_sources, sources_key, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import SHARD_SIZE, random_tokens, small_record
 
 NAMES = ("chats", "code/python", "code/rust")

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.storage import LocalObjectWriter, LocalStorage
-from dspark_store.writers.ledgers import token_ledger
-from dspark_store.writers.tokens import TokenRows, read_token_shard, write_token_shard
+from dspark_store.format.token_shards import TokenRows, read_token_shard
+from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import SEQ_LENGTH, SHARD_SIZE, random_tokens, small_record
 
 RECORD = small_record()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark_store.format.arrays import array_checksum
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_checksum
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.compare.matching import Matching, match_samples
 from dspark_store.inspection.compare.metadata_diff import MetadataDifference, compare_metadata

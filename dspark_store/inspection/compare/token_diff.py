@@ -10,15 +10,14 @@ from itertools import accumulate, groupby, zip_longest
 
 import numpy as np
 
-from dspark_store.format.digests import sample_digest
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import NO_RECORD
 from dspark_store.format.storage import Storage
+from dspark_store.format.token_shards import read_token_shard, sample_digest
 from dspark_store.sources.identity import without_rules
 from dspark_store.sources.source import Sample, Source
-from dspark_store.writers.ledgers import token_ledger
-from dspark_store.writers.tokens import read_token_shard
 
 _SAME_ROWS = frozenset({"on_bad_row", "template_date"})
 """Options that leave the rows what they are: the one decides about rows that a finished store has not."""

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.estimate.measurement import Encoder, RowStates
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import padded_batch
@@ -16,7 +17,6 @@ from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.world import join_world
 from dspark_store.target.capture import StageStates
 from dspark_store.target.limits import check_ids
-from dspark_store.writers.tokens import TokenRows
 
 type _Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 

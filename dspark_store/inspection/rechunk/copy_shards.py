@@ -16,21 +16,21 @@ import torch
 from crc32c import crc32c
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import shard_digest
 from dspark_store.format.dtypes import tensor_bits
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_seal
 from dspark_store.format.objects import Expected, StoredObject, open_object
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, NO_RECORD, TOKEN_OBJECTS, StateObject
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage, Storage
+from dspark_store.format.token_shards import TokenRows, shard_digest
 from dspark_store.readers.cache import Cache
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import STATUS_GOOD
 from dspark_store.writers.states import FinishedObjects, StateShardWriter, publish_states
-from dspark_store.writers.tokens import TokenRows, write_token_shard
+from dspark_store.writers.tokens import write_token_shard
 
 _ROWS_A_READ = 64
 _BUFFER_BYTES = 64 * 1024 * 1024

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_seal, write_metadata
 from dspark_store.format.storage import LocalStorage
@@ -26,7 +27,6 @@ from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.weights import TargetWeights, read_weights
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LostLockError, StoreLock
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.recovery import sweep_finished, sweep_uncommitted

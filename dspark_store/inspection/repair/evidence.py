@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.ledger import Ledger
+from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import ObjectTail, Place
 from dspark_store.format.storage import Storage
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 
 CURSOR = len(TOKEN_OBJECTS) - 1
 

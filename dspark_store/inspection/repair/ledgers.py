@@ -8,13 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit, pack_array, unpack_array
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
-from dspark_store.format.ledger import Ledger, pack_array, unpack_array
+from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
 from dspark_store.format.schema import INDEX_OBJECTS, INDEX_STATUS, TOKEN_OBJECTS
 from dspark_store.inspection.repair.evidence import ShardEvidence, gather, state_row, token_row
 from dspark_store.inspection.repair.mending import Mending
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.publish import STATUS_GOOD, STATUS_NONFINITE
 
 _UNKNOWN = "the row or the cursor of the shard in {} is damaged, and nothing else tells what it was"

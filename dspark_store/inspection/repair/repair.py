@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dspark_store.format.grid import ShardGrid
+from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
 from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS
@@ -23,7 +24,6 @@ from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.listing import check_strays, is_object_name
 from dspark_store.readers.checks.shard import ShardCheck, open_view
 from dspark_store.readers.checks.view import StoreView
-from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.lock import STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder
 
 _WAIT = "wait for it, or end it"

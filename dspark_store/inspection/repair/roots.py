@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
+from dspark_store.format.arrays import array_checksum
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_checksum
 from dspark_store.format.jsonvalue import JsonValue, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, FORMAT_VERSION, StoreRecord, parse_record, seal_digest
 from dspark_store.format.metadata import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from dspark_store.format.digests import DIGEST_BYTES, array_keys, object_limit
+from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.readers.checks.arrays import check_weights

@@ -8,22 +8,16 @@ from functools import partial
 
 import numpy as np
 
+from dspark_store.format.arrays import array_keys, object_limit, unpack_array
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.digests import array_keys, object_limit
-from dspark_store.format.ledger import unpack_array
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, INDEX_SOURCE, MASK
 from dspark_store.format.storage import Storage
+from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard, sources_key
 from dspark_store.inspection.repair.ledgers import checksum_holds, restore_index
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.writers.publish import TokenSummary, summarise_tokens, token_index_values
-from dspark_store.writers.tokens import (
-    TokenRows,
-    read_shard_sources,
-    read_token_shard,
-    sources_key,
-    write_shard_sources,
-)
+from dspark_store.writers.tokens import write_shard_sources
 
 
 @dataclass(frozen=True, slots=True)

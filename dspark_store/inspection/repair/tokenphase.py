@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.repair.evidence import gather
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.inspection.repair.tokenindex import read_tokens
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 
 
 def mend_token_phase(mending: Mending) -> None:

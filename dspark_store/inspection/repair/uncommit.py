@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePosixPath
 
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.repair.mending import Mending
 from dspark_store.inspection.repair.roots import BeyondRepairError
 from dspark_store.readers.checks.listing import is_object_name
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.recovery import sweep_uncommitted
 
 _TABLES = (EMBED, HEAD, HEAD_BIAS)

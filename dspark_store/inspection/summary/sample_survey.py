@@ -10,11 +10,11 @@ import numpy as np
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import SOURCE_CURSOR, TOKEN_OBJECTS
 from dspark_store.format.storage import LocalStorage
+from dspark_store.format.token_shards import read_token_shard
 from dspark_store.inspection.damage import told
 from dspark_store.inspection.summary.ledger_rows import LedgerRows, spread
 from dspark_store.inspection.summary.length_histogram import LengthSummary, summarise_lengths
 from dspark_store.readers.index import StoreIndex
-from dspark_store.writers.tokens import read_token_shard
 
 TOKEN_SHARDS_READ = 4
 """So many token shards of a store in its token phase are read to tell how long its samples are."""

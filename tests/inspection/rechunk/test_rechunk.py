@@ -9,6 +9,7 @@ import zarr
 
 from dspark_store import open_cache
 from dspark_store.format.codecs import CODEC_PRESETS
+from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.schema import IDS, LAST, LAYERS, NO_RECORD
 from dspark_store.format.storage import LocalStorage
@@ -16,7 +17,6 @@ from dspark_store.inspection.rechunk import copy_shards
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
 from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.writers.ledgers import token_ledger
 from dspark_store.writers.states import StateShardWriter
 from tests.inspection.rechunk.copies import (
     MANIFEST,

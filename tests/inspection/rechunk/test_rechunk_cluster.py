@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 from distributed import LocalCluster
 
+from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import read_seal, write_metadata
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage
@@ -19,7 +20,6 @@ from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, c
 from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.cache import open_cache
-from dspark_store.writers.ledgers import state_ledger
 from dspark_store.writers.lock import LOCK_KEY, LostLockError, StoreLock
 from dspark_store.writers.publish import complete_store, settle_tokens
 from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents

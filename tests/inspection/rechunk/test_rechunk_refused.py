@@ -8,6 +8,7 @@ import pytest
 
 from dspark_store import DamagedStoreError, open_cache
 from dspark_store.format.codecs import CodecChain
+from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.schema import IDS, LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.rechunk import copy_shards
@@ -15,7 +16,6 @@ from dspark_store.inspection.rechunk import rechunk as rechunk_module
 from dspark_store.inspection.rechunk.copy_plan import CopySettings
 from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.writers.ledgers import state_ledger, token_ledger
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import publish_states
 from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents, phase_of

@@ -15,7 +15,7 @@ from distributed import LocalCluster
 
 from dspark_store import open_cache
 from dspark_store.cli.main import main
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, read_record
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dspark_store import open_cache
-from dspark_store.format.digests import sample_digest
+from dspark_store.format.token_shards import sample_digest
 from dspark_store.sources.megatron import MegatronOptions, MegatronSource, PairBuilder, write_samples
 from dspark_store.sources.megatron.source import build_megatron
 from dspark_store.sources.source import Sample, SourceError

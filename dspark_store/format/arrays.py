@@ -1,12 +1,12 @@
-"""Digests of content: of a sample's tokens, of a shard's, of a small array's objects."""
+"""Arrays without shards, such as the index and the target's tables: their objects, and a digest over them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 
 import numpy as np
+from crc32c import crc32c
 
 from dspark_store.format.codecs import CRC_BYTES, Plain
 from dspark_store.format.damage import DamagedStoreError
@@ -17,16 +17,21 @@ DIGEST_BYTES = 16
 _OVERHEAD = 4096  # headers of a compressor, whose result on what it cannot compress is little larger
 
 
-def sample_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
-    """Return the digest of a sample: blake2b-128 over its ids (little-endian int32), then its mask (uint8)."""
-    state = hashlib.blake2b(np.ascontiguousarray(input_ids, "<i4").tobytes(), digest_size=DIGEST_BYTES)
-    state.update(np.ascontiguousarray(loss_mask, np.uint8).tobytes())
-    return state.digest()
+def pack_array(values: np.ndarray) -> bytes:
+    """Return the stored object of a small array: its little-endian bytes and their crc32c."""
+    payload = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    return payload + crc32c(payload).to_bytes(4, "little")
 
 
-def shard_digest(samples: Iterable[bytes]) -> str:
-    """Return the digest of a shard's tokens: blake2b-128 over its samples' digests, in order, in hexadecimal."""
-    return hashlib.blake2b(b"".join(samples), digest_size=DIGEST_BYTES).hexdigest()
+def unpack_array(stored: bytes, dtype: str, shape: tuple[int, ...], key: str) -> np.ndarray:
+    """Read a small array's object back, read-only; DamagedStoreError naming ``key`` when size or checksum is wrong."""
+    expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if len(stored) != expected + 4:
+        raise DamagedStoreError(f"object {key} has {len(stored)} bytes, expected {expected + 4}")
+    payload = stored[:-4]
+    if crc32c(payload) != int.from_bytes(stored[-4:], "little"):
+        raise DamagedStoreError(f"object {key} fails its checksum")
+    return np.frombuffer(payload, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
 def array_keys(path: str, spec: ArraySpec) -> list[str]:
