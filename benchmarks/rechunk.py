@@ -26,10 +26,9 @@ from benchmarks.resident import peak_of, resident_bytes
 from dspark_store.format.metadata import read_seal, write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk.copy_plan import CopySettings, copy_record
-from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens
-from dspark_store.inspection.rechunk.copy_size import CopySize
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.copy_plan import CopySettings, CopySize, copy_record
+from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers, map_shards
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.lock import StoreLock

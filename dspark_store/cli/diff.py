@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
-from dspark_store.inspection.compare.comparison import Comparison, compare_stores
-from dspark_store.inspection.compare.metadata_diff import FieldDifference
+from dspark_store.inspection.compare import Comparison, FieldDifference, compare_stores
 from dspark_store.precompute.say import say, say_json
 from dspark_store.readers.cache import Cache, open_cache
 

@@ -7,8 +7,8 @@ import argparse
 from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.precompute.say import say, say_error

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from dspark_store.cli.workers import add_worker_arguments, workers_of
-from dspark_store.inspection.repair.repair import RepairPlan, repair
+from dspark_store.inspection.repair.plan import RepairPlan, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
 from dspark_store.precompute.say import say, say_error
 

@@ -14,10 +14,9 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats.figures import Figures
-from dspark_store.inspection.stats.statistics import DEFAULT_OUTLIER_FACTOR, Rules, measure_store
+from dspark_store.inspection.stats.report import DEFAULT_OUTLIER_FACTOR, Decode, Rules, measure_store
 from dspark_store.inspection.stats.stats_page import render_page
 from dspark_store.inspection.stats.survey import Selection
-from dspark_store.inspection.stats.vocabulary import Decode
 from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.say import say, say_error

@@ -17,7 +17,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.compare.token_diff import TokenPair, other_fields, pair_tokens, recorded_options
+from dspark_store.inspection.token_diff import TokenPair, other_fields, pair_tokens, recorded_options
 from dspark_store.precompute.config import add_flags
 from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports

@@ -22,8 +22,8 @@ from dspark_store.format.arrays import pack_array
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, record_nodes
 from dspark_store.format.schema import metadata_bytes
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from tests.inspection.faults import copy_store
 from tests.stores import build_store
 

@@ -9,7 +9,7 @@ import pytest
 
 from dspark_store.cli.main import main
 from dspark_store.format.manifest import ATTRIBUTE
-from dspark_store.inspection.repair import repair as repair_module
+from dspark_store.inspection.repair import plan as repair_module
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY, LostLockError
 from dspark_store.writers.process import ProcessName

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
-from dspark_store.inspection.repair.repair import RepairPlan, repair
+from dspark_store.inspection.repair.plan import RepairPlan, repair
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import CaptureContext

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dspark_store import open_cache
-from dspark_store.inspection.rechunk import copy_shards
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection import copy_shards
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import CaptureSettings

@@ -13,8 +13,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
 from dspark_store.format.volumes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
-from dspark_store.inspection.estimate.encoded import Variant
-from dspark_store.inspection.estimate.measurement import Measurement
+from dspark_store.inspection.estimate.measurement import Measurement, Variant
 from dspark_store.precompute.batches import forward_cost
 from dspark_store.precompute.estimate import COMPRESSION
 

@@ -11,9 +11,8 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
-from dspark_store.inspection.estimate.encoded import Variant, variants
 from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
-from dspark_store.inspection.estimate.measurement import Encoder, Measurement, measure_store
+from dspark_store.inspection.estimate.measurement import Encoder, Measurement, Variant, measure_store, variants
 from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, plan_job

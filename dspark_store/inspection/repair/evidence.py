@@ -1,4 +1,4 @@
-"""What the rows of the ledgers, `index/objects` and the objects themselves say of a shard, and who of them is right."""
+"""What the ledgers, `index/objects` and the objects themselves say of a shard, and which of them is right."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
 from dspark_store.format.schema import INDEX_OBJECTS, INDEX_STATUS, TOKEN_OBJECTS
 from dspark_store.inspection.repair.evidence import ShardEvidence, gather, state_row, token_row
-from dspark_store.inspection.repair.mending import Mending
+from dspark_store.inspection.repair.state import Mending
 from dspark_store.writers.publish import STATUS_GOOD, STATUS_NONFINITE
 
 _UNKNOWN = "the row or the cursor of the shard in {} is damaged, and nothing else tells what it was"

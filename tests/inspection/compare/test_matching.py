@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.compare.matching import match_samples
+from dspark_store.inspection.state_diff import match_samples
 
 TOKENS = st.lists(st.integers(0, 5), max_size=12)
 

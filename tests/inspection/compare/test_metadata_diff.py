@@ -7,7 +7,7 @@ import pytest
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
-from dspark_store.inspection.compare.metadata_diff import compare_metadata
+from dspark_store.inspection.compare import compare_metadata
 
 SCHEMA = StoreSchema(10, 4, 100, 32, 2, (1, 3), cache_dtype("bf16"), "default", 64)
 RECORD = StoreRecord("id", SCHEMA, manifest={"codec": "default", "batch_size": 4}, target_config={"rope": {"theta": 1}})

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_store.inspection.compare.matching import match_samples
-from dspark_store.inspection.compare.state_diff import StateDifference, compare_states, difference
+from dspark_store.inspection.state_diff import StateDifference, compare_states, difference, match_samples
 from dspark_store.readers.cache import open_cache
 from tests.stores import build_store
 
@@ -53,7 +52,7 @@ def test_the_worst_sample_is_the_first_of_those_that_differ_most():
 
 @pytest.mark.parametrize("piece", [1, 10_000])
 def test_each_pair_is_compared_once_however_it_is_cut(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr("dspark_store.inspection.compare.state_diff._READ_BYTES", piece)
+    monkeypatch.setattr("dspark_store.inspection.state_diff._READ_BYTES", piece)
     a, b = (
         open_cache(build_store(tmp_path / name, spoiled=spoiled).path, allow_reduced_depth=True)
         for name, spoiled in (("a", None), ("b", 4))

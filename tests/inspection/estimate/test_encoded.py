@@ -5,7 +5,13 @@ import pytest
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import EMBED, IDS, MASK, object_key
 from dspark_store.format.shard import Place
-from dspark_store.inspection.estimate.encoded import Variant, state_row_bytes, table_bytes, token_row_bytes, variants
+from dspark_store.inspection.estimate.measurement import (
+    Variant,
+    state_row_bytes,
+    table_bytes,
+    token_row_bytes,
+    variants,
+)
 from tests.stores import RAGGED, Shape, build_store
 
 

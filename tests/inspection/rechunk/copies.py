@@ -11,7 +11,7 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.metadata import read_metadata
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
+from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.verify import verify_store
 from tests.stores import same_bits

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from tests.inspection.rechunk.copies import OTHER
 

@@ -8,7 +8,7 @@ from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.manifest import StoreRecord, parse_record
 from dspark_store.format.schema import StoreSchema
-from dspark_store.inspection.rechunk.copy_plan import CopySettings, copy_record
+from dspark_store.inspection.copy_plan import CopySettings, copy_record
 from tests.inspection.rechunk.copies import MANIFEST
 
 SCHEMA = StoreSchema(10, 3, 2048, 2560, 3, (2, -1, 5), cache_dtype("bf16"), "default", 256)

@@ -4,9 +4,8 @@ import pytest
 
 from dspark_store import open_cache
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk.copy_plan import CopySettings, copy_record
-from dspark_store.inspection.rechunk.copy_size import CopySize, refuse_small_disk, shares_tables
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.copy_plan import CopySettings, CopySize, copy_record, refuse_small_disk, shares_tables
+from dspark_store.inspection.rechunk import rechunk
 from tests.inspection.rechunk.copies import MANIFEST
 from tests.stores import Shape, build_store
 

@@ -13,9 +13,9 @@ from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.schema import IDS, LAST, LAYERS, NO_RECORD
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk import copy_shards
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection import copy_shards
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.states import StateShardWriter
 from tests.inspection.rechunk.copies import (

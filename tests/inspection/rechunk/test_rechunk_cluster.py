@@ -15,9 +15,9 @@ from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import read_seal, write_metadata
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk.copy_plan import copy_record
-from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.copy_plan import copy_record
+from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.cache import open_cache
 from dspark_store.writers.lock import LOCK_KEY, LostLockError, StoreLock

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from dspark_store.inspection.rechunk.rechunk import rechunk
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY
 from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents, phase_of

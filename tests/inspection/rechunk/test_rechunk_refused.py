@@ -11,10 +11,10 @@ from dspark_store.format.codecs import CodecChain
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.schema import IDS, LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk import copy_shards
+from dspark_store.inspection import copy_shards
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.rechunk import rechunk as rechunk_module
-from dspark_store.inspection.rechunk.copy_plan import CopySettings
-from dspark_store.inspection.rechunk.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import publish_states

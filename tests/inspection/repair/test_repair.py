@@ -20,7 +20,7 @@ from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, read_record
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.repair.overlay import Overlay
-from dspark_store.inspection.repair.repair import plan_repair, repair
+from dspark_store.inspection.repair.plan import plan_repair, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.verification import verify

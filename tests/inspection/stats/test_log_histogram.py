@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.stats.log_histogram import BINS, PER_OCTAVE, count_bins, quantile
+from dspark_store.inspection.stats.tallies import BINS, PER_OCTAVE, count_bins, quantile
 
 POSITIVE = st.lists(st.floats(1e-6, 1e38), min_size=1, max_size=60)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.stats.merge_tree import MergeTree
+from dspark_store.inspection.shardwise import MergeTree
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.stats.moments import Moments, moments_of
+from dspark_store.inspection.stats.tallies import Moments, moments_of
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 

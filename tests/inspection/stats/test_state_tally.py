@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
-from dspark_store.inspection.stats.state_tally import StateTally, cosines, empty_tally, tally_block
+from dspark_store.inspection.stats.tallies import StateTally, cosines, empty_tally, tally_block
 from tests.stores import numbers
 
 

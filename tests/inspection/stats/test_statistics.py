@@ -12,8 +12,8 @@ import torch
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.stats import shard_survey
-from dspark_store.inspection.stats.statistics import Rules, measure_store
+from dspark_store.inspection.stats import survey as shard_survey
+from dspark_store.inspection.stats.report import Rules, measure_store
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.publish import settle_tokens

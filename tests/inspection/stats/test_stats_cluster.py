@@ -8,7 +8,7 @@ import pytest
 from distributed import LocalCluster
 
 from dspark_store.cli.main import main
-from dspark_store.inspection.stats.statistics import Rules, measure_store
+from dspark_store.inspection.stats.report import Rules, measure_store
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store
 

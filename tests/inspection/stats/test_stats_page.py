@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dspark_store.inspection.stats.figures import Figures, figure_text
-from dspark_store.inspection.stats.statistics import Rules, measure_store
+from dspark_store.inspection.stats.report import Rules, measure_store
 from dspark_store.inspection.stats.stats_page import render_page
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.readers.cache import open_cache

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dspark_store.inspection.stats.token_tally import TokenTally, empty_tokens, tally_tokens
-from dspark_store.inspection.stats.vocabulary import summarise_vocabulary
+from dspark_store.inspection.stats.report import summarise_vocabulary
+from dspark_store.inspection.stats.tallies import TokenTally, empty_tokens, tally_tokens
 
 
 def tally(ids, mask=None, vocabulary=None):

@@ -1,6 +1,6 @@
 """Files of a store that are no objects of its columns."""
 
-from dspark_store.inspection.summary.beside import files_beside
+from dspark_store.inspection.other_files import files_beside
 from tests.stores import build_store
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.ledger import counted_objects, distinct_bytes
-from dspark_store.inspection.summary import ledger_rows
-from dspark_store.inspection.summary.ledger_rows import read_ledgers, spread
+from dspark_store.inspection import sample_counts
+from dspark_store.inspection.sample_counts import read_ledgers, spread
 from dspark_store.readers.index import StoreIndex
 from tests.stores import build_store, flip
 
@@ -32,7 +32,7 @@ def test_a_growing_store_has_the_rows_that_it_has_once_complete(tmp_path):
 
 
 def test_of_many_rows_some_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_rows, "MOST_ROWS", 2)
+    monkeypatch.setattr(sample_counts, "MOST_ROWS", 2)
     tokens, states, damage = read(build_store(tmp_path / "s", until="states", without_shards=(0,)))
     assert (list(tokens.committed), list(tokens.shards)) == ([0, 1, 2], [0, 2])
     assert (list(states.committed), list(states.shards), damage) == ([1, 2], [1, 2], [])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.summary.length_histogram import length_bins, summarise_lengths
+from dspark_store.inspection.sample_counts import length_bins, summarise_lengths
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=1))

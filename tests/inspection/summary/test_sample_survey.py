@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.summary import sample_survey
-from dspark_store.inspection.summary.ledger_rows import read_ledgers
-from dspark_store.inspection.summary.sample_survey import shard_sums, survey_index, survey_shards
+from dspark_store.inspection import sample_counts
+from dspark_store.inspection.sample_counts import read_ledgers, shard_sums, survey_index, survey_shards
 from dspark_store.readers.index import StoreIndex
 from tests.stores import RAGGED, build_store, flip
 
@@ -34,7 +33,7 @@ def test_index_and_token_shards_tell_the_same(tmp_path):
 
 
 def test_a_few_shards_speak_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_survey, "TOKEN_SHARDS_READ", 2)
+    monkeypatch.setattr(sample_counts, "TOKEN_SHARDS_READ", 2)
     survey = survey_tokens(build_store(tmp_path / "s", until="tokens", lengths=(10,) * 9 + (20,)), [])
     assert survey.lengths is not None
     assert survey.shard_tokens is not None

@@ -14,8 +14,8 @@ from benchmarks.loader_scale import write_index
 from dspark_store import open_cache
 from dspark_store.format.schema import COLUMNS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.summary import ledger_rows
-from dspark_store.inspection.summary.summary import ShardRun, Summary, missing_runs, summarise
+from dspark_store.inspection import sample_counts
+from dspark_store.inspection.summary import ShardRun, Summary, missing_runs, summarise
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.process import ProcessName
@@ -113,7 +113,7 @@ def test_a_store_in_its_token_phase_tells_what_it_has_so_far(tmp_path, lengths):
 def test_where_not_all_rows_are_read_sizes_are_extrapolated(tmp_path, monkeypatch):
     store = build_store(tmp_path / "s", until="states", lengths=(20,) * 30, codec="none")
     exact = summarise(store.storage)
-    monkeypatch.setattr(ledger_rows, "MOST_ROWS", 4)
+    monkeypatch.setattr(sample_counts, "MOST_ROWS", 4)
     rough = summarise(store.storage)
     assert (rough.shards.states, rough.shards.counted_states) == (10, 4)
     for one, other in zip(rough.columns, exact.columns, strict=True):

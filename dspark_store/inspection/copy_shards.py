@@ -1,6 +1,6 @@
 """Copying one shard of a store into another store: of its tokens, or of its states.
 
-A shard of the copy is written by whoever takes it, in this process or on another machine, and may be written twice: its
+A shard of the copy is written by whichever worker takes it, here or on another machine, and may be written twice: its
 bytes are the same each time, and only one ledger row is ever published.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes of a store: as stored, by column and layer, and what its states would take elsewhere."""
+"""Bytes of a store: by column and layer, of its other files, and what its states would take elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store holds beside its columns: index, ledger, target, metadata."""
+"""The files of a store that are no objects of its columns: index, ledger, target, metadata."""
 
 from __future__ import annotations
 

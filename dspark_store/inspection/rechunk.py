@@ -17,10 +17,16 @@ from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_seal, write_metadata
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.rechunk.copy_plan import CopySettings, begun_copy, copy_record
-from dspark_store.inspection.rechunk.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
-from dspark_store.inspection.rechunk.copy_size import CopySize, refuse_small_disk, shares_tables
-from dspark_store.inspection.repair.uncommit import in_phase_states
+from dspark_store.inspection.copy_plan import (
+    CopySettings,
+    CopySize,
+    begun_copy,
+    copy_record,
+    refuse_small_disk,
+    shares_tables,
+)
+from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
+from dspark_store.inspection.repair.state import in_phase_states
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken

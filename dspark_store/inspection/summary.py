@@ -1,4 +1,4 @@
-"""Everything that can be told of a store in a moment, however large or unfinished it is: no state is read."""
+"""Everything that can be said of a store in a moment, however large or unfinished it is: no state is read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from dspark_store.format.metadata import Nodes, read_metadata, read_record, reco
 from dspark_store.format.schema import COLUMNS, StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.volumes import Volume
-from dspark_store.inspection.damage import told
-from dspark_store.inspection.summary.beside import FileGroup, files_beside
-from dspark_store.inspection.summary.column_sizes import (
+from dspark_store.inspection.other_files import FileGroup, files_beside
+from dspark_store.inspection.sample_counts import (
+    LedgerRows,
+    SampleSummary,
+    SourceShare,
+    Survey,
+    read_ledgers,
+    source_shares,
+    survey_index,
+    survey_shards,
+    told,
+)
+from dspark_store.inspection.sizes import (
     ColumnSize,
     Comparison,
     ShardRows,
@@ -25,15 +35,6 @@ from dspark_store.inspection.summary.column_sizes import (
     layer_sizes,
     token_sizes,
     total_size,
-)
-from dspark_store.inspection.summary.ledger_rows import LedgerRows, read_ledgers
-from dspark_store.inspection.summary.sample_survey import (
-    SampleSummary,
-    SourceShare,
-    Survey,
-    source_shares,
-    survey_index,
-    survey_shards,
 )
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.readers.checks.listing import Links, find_links

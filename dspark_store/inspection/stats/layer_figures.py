@@ -8,9 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.inspection.stats.log_histogram import quantile
-from dspark_store.inspection.stats.moments import Moments
-from dspark_store.inspection.stats.state_tally import StateTally
+from dspark_store.inspection.stats.tallies import Moments, StateTally, quantile
 
 type Summary = Mapping[str, JsonValue]
 

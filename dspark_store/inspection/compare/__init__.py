@@ -1,1 +1,0 @@
-"""Two stores beside each other."""

@@ -1,1 +1,0 @@
-"""A verified copy of a store under other settings."""

@@ -1,0 +1,261 @@
+"""What is kept of the tokens and states of some samples: sums, ends and counts, which merge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dspark_store.format.dtypes import CacheDtype, tensor_bits
+
+PER_OCTAVE = 16
+_LOWEST, _HIGHEST = -32, 136
+BINS = (_HIGHEST - _LOWEST) * PER_OCTAVE + 2
+"""Sixteen bins an octave from 2^-32 to 2^136, which is beyond any norm of finite states, and one at each end."""
+_SIXTEENTHS = 2.0 ** (np.arange(1, PER_OCTAVE) / PER_OCTAVE - 1)
+_UNNAMED_VOCABULARY = 1 << 22
+_MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What is kept of some numbers: how many, their sum, the sum of their squares, the least and the greatest.
+
+    Sums are float64. Without numbers ``low`` is infinite, ``high`` minus infinite, and there is no mean.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    square: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def merge(self, later: Moments) -> Moments:
+        """Return the moments of both."""
+        return Moments(
+            self.count + later.count,
+            self.total + later.total,
+            self.square + later.square,
+            min(self.low, later.low),
+            max(self.high, later.high),
+        )
+
+    @property
+    def mean(self) -> float | None:
+        """The mean, None without numbers."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation of these very numbers, not an estimate of a larger set's; None without numbers."""
+        if not self.count:
+            return None
+        mean = self.total / self.count
+        return math.sqrt(max(0.0, self.square / self.count - mean * mean))
+
+
+def moments_of(values: np.ndarray) -> Moments:
+    """Return the moments of finite float64 numbers."""
+    if not values.size:
+        return Moments()
+    return Moments(values.size, float(values.sum()), float((values * values).sum()), *_ends(values))
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
+def count_bins(values: np.ndarray) -> np.ndarray:
+    """Return (BINS,) int64: how many of some finite numbers >= 0 fall into each bin.
+
+    The bins are found by comparison and not by a logarithm, whose last bit is not the same on all machines.
+    """
+    mantissa, exponent = np.frexp(values)
+    bins = (exponent.astype(np.int64) - 1 - _LOWEST) * PER_OCTAVE + np.searchsorted(_SIXTEENTHS, mantissa, "right") + 1
+    bins[values == 0] = 0
+    return np.bincount(np.clip(bins, 0, BINS - 1), minlength=BINS)
+
+
+def quantile(counts: np.ndarray, share: float, low: float, high: float) -> float:
+    """Return a quantile of the numbers that were counted, between their ends ``low`` and ``high``.
+
+    It is interpolated in its bin, so it is off by at most the bin's width, 4.4 %. ValueError without numbers.
+    """
+    total = int(counts.sum())
+    if not total:
+        raise ValueError("no number was counted, so there is no quantile")
+    rank = share * (total - 1)
+    reached = np.cumsum(counts)
+    found = int(np.searchsorted(reached, rank, "right"))
+    if found == 0:
+        return low
+    inside = (rank - (int(reached[found]) - int(counts[found])) + 0.5) / int(counts[found])
+    value = 2.0 ** (_LOWEST + (found - 1 + inside) / PER_OCTAVE)
+    return float(min(max(value, low), high))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTally:
+    """``counts`` and ``supervised`` (V,) int64 by id, of all tokens and of the supervised ones.
+
+    ``outside`` counts tokens whose id is not in the vocabulary.
+    """
+
+    counts: np.ndarray
+    supervised: np.ndarray
+    outside: int = 0
+
+    def merge(self, later: TokenTally) -> TokenTally:
+        """Return the tally of both; they may know different numbers of ids."""
+        return TokenTally(
+            _sum(self.counts, later.counts), _sum(self.supervised, later.supervised), self.outside + later.outside
+        )
+
+
+def empty_tokens(vocabulary: int | None) -> TokenTally:
+    """Return the tally of no tokens."""
+    return TokenTally(np.zeros(vocabulary or 0, np.int64), np.zeros(vocabulary or 0, np.int64))
+
+
+def tally_tokens(ids: np.ndarray, mask: np.ndarray, vocabulary: int | None) -> TokenTally:
+    """Count some ids and their mask, both (tokens,).
+
+    ``vocabulary`` is how many ids the target knows; where no manifest says so, there are as many as occur, and 4 Mi at
+    most, so that one damaged id does not take all memory.
+    """
+    known = (ids >= 0) & (ids < (vocabulary or _UNNAMED_VOCABULARY))
+    kept = ids[known]
+    counts = np.bincount(kept, minlength=vocabulary or 0)
+    supervised = np.bincount(kept[mask[known] == 1], minlength=len(counts))
+    return TokenTally(counts, supervised, int(len(ids) - len(kept)))
+
+
+def _sum(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    if len(one) < len(other):
+        one, other = other, one
+    total = one.copy()
+    total[: len(other)] += other
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class StateTally:
+    """Of the tokens of a layer whose H values are all finite: what their means and spreads follow from.
+
+    ``channel_sum`` and ``channel_square`` (H,) are float64 sums, ``channel_low`` and ``channel_high`` (H,) the ends;
+    ``norms`` are of the tokens' Euclidean norms, ``norm_bins`` their histogram, ``first`` those of samples' first
+    tokens. Counted over all tokens: ``exponents`` (2^bits,) the values by their stored exponent, whose last entry is
+    of values that are not finite, ``zeros``, and ``nonfinite_tokens`` those with such a value.
+    """
+
+    channel_sum: np.ndarray
+    channel_square: np.ndarray
+    channel_low: np.ndarray
+    channel_high: np.ndarray
+    norms: Moments
+    norm_bins: np.ndarray
+    first: Moments
+    exponents: np.ndarray
+    zeros: int
+    nonfinite_tokens: int
+
+    def merge(self, later: StateTally) -> StateTally:
+        """Return the tally of both."""
+        return StateTally(
+            self.channel_sum + later.channel_sum,
+            self.channel_square + later.channel_square,
+            np.minimum(self.channel_low, later.channel_low),
+            np.maximum(self.channel_high, later.channel_high),
+            self.norms.merge(later.norms),
+            self.norm_bins + later.norm_bins,
+            self.first.merge(later.first),
+            self.exponents + later.exponents,
+            self.zeros + later.zeros,
+            self.nonfinite_tokens + later.nonfinite_tokens,
+        )
+
+
+def empty_tally(width: int, dtype: CacheDtype) -> StateTally:
+    """Return the tally of no tokens of ``width`` features."""
+    zeros = np.zeros(width)
+    return StateTally(
+        zeros,
+        zeros,
+        np.full(width, np.inf),
+        np.full(width, -np.inf),
+        Moments(),
+        np.zeros(BINS, np.int64),
+        Moments(),
+        np.zeros(exponent_count(dtype), np.int64),
+        0,
+        0,
+    )
+
+
+def exponent_count(dtype: CacheDtype) -> int:
+    """Return how many exponents a dtype can store: 32 for fp16, 256 for the others."""
+    return 1 << (8 * dtype.itemsize - 1 - _MANTISSA_BITS[dtype.name])
+
+
+class TallyBlock(NamedTuple):
+    """Some tokens of a layer, counted: the tally, and (tokens, H) values, norms and finiteness for the next layer."""
+
+    tally: StateTally
+    values: np.ndarray
+    norms: np.ndarray
+    finite: np.ndarray
+
+
+def tally_block(states: torch.Tensor, dtype: CacheDtype, *, starts_sample: bool) -> TallyBlock:
+    """Count some neighbouring tokens of a sample, (tokens, H) in the cache dtype, in float64.
+
+    ``starts_sample`` says that the first of them is the sample's first token.
+    """
+    bits = tensor_bits(states)
+    exponents, zeros = _count_exponents(bits, dtype)
+    values = states.double().numpy()
+    finite = np.ones(len(values), bool)
+    if exponents[-1]:
+        finite = np.isfinite(values).all(axis=1)
+        values[~finite] = 0
+    squares = values * values
+    norms = np.sqrt(squares.sum(axis=1))
+    kept = values if finite.all() else values[finite]
+    kept_norms = norms[finite]
+    tally = StateTally(
+        values.sum(axis=0),
+        squares.sum(axis=0),
+        kept.min(axis=0, initial=np.inf),
+        kept.max(axis=0, initial=-np.inf),
+        moments_of(kept_norms),
+        count_bins(kept_norms),
+        moments_of(norms[:1][finite[:1]]) if starts_sample else Moments(),
+        exponents,
+        zeros,
+        int(len(finite) - finite.sum()),
+    )
+    return TallyBlock(tally, values, norms, finite)
+
+
+def _count_exponents(bits: np.ndarray, dtype: CacheDtype) -> tuple[np.ndarray, int]:
+    """Return how many values have each stored exponent, and how many are zero."""
+    sign, mantissa = 8 * dtype.itemsize - 1, _MANTISSA_BITS[dtype.name]
+    fields = (bits << bits.dtype.type(1)) >> bits.dtype.type(mantissa + 1)
+    stored = torch.from_numpy(fields.astype(np.uint8).ravel())  # torch counts bytes twice as fast as numpy
+    counts = torch.bincount(stored, minlength=exponent_count(dtype)).numpy()
+    zeros = int(np.count_nonzero((bits & bits.dtype.type((1 << sign) - 1)) == 0)) if counts[0] else 0
+    return counts, zeros
+
+
+def cosines(lower: TallyBlock, upper: TallyBlock) -> Moments:
+    """Return the cosines between the states of the same tokens in two layers.
+
+    A token is left out where a state is zero or has a value that is not finite.
+    """
+    lengths = lower.norms * upper.norms
+    defined = lower.finite & upper.finite & (lengths > 0)
+    products = (lower.values * upper.values).sum(axis=1)[defined]
+    return moments_of(np.clip(products / lengths[defined], -1.0, 1.0))

@@ -1,1 +1,0 @@
-"""A store summed up in a moment, without its states."""
