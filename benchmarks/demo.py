@@ -18,7 +18,6 @@ import zarr
 from dspark_store import Cache, open_cache, verify_store
 from dspark_store.format.volumes import distinct_states, padded_bytes, ragged_bytes
 from dspark_store.precompute.capture import CaptureSettings
-from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.precompute.run import run
@@ -26,6 +25,7 @@ from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
+from dspark_store.text import size_text
 
 SAMPLES, CHECKED, SEQ_LENGTH, BATCH_SIZE = 80, 8, 512, 4
 

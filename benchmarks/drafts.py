@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from benchmarks.bigram import Bigram
+from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.draft.loss import SlotTerms, compared, loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.format.schema import IDS, LAST, MASK
-from dspark_store.training.config import parse_arguments
 from dspark_store.training.journal import read_metrics
 from dspark_store.training.loop import Training, found_checkpoint, held
 from dspark_store.training.ranks import joined_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dspark_store import open_cache
 from dspark_store.inspection.estimate.forecast import forecast_job
-from dspark_store.precompute.config import config_from
+from dspark_store.precompute.settings import config_from
 from dspark_store.readers.cache import Cache
 
 MEASURED = (0, 8, 16, 32, 64)

@@ -11,19 +11,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from dspark_store.cli.options import OneLineParser
+from dspark_store.cli.progress import Bar
 from dspark_store.evaluation.decoder import Decoder
 from dspark_store.evaluation.judgement import Judgement, judge, judge_sampled, prompts_of
 from dspark_store.evaluation.sampling import Sampler
-from dspark_store.precompute.arguments import OneLineParser
-from dspark_store.precompute.progress import Progress
-from dspark_store.precompute.say import log_to_stderr, say, say_error
 from dspark_store.precompute.world import one_line
+from dspark_store.progress import progress_shown_by, start_progress
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
 from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
+from dspark_store.text import log_to_stderr, say, say_error
 from dspark_store.training.checkpoint import (
     DRAFT,
     STATE,
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         log_to_stderr("WARNING")
-        total = evaluate(given)
+        with progress_shown_by(Bar):
+            total = evaluate(given)
         for line in summary(total, given.temperature):
             say(line)
         return DIFFERS if total.differing else 0
@@ -104,7 +106,7 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     decoder, total = Decoder(model, place.layers), Judgement()
     what = (decoder, draft, prompts, given.max_new_tokens, _stops(model))
     judged = judge_sampled(*what, given.temperature, given.seed) if given.temperature else judge(*what)
-    with Progress("evaluate", len(prompts), "prompts") as progress:
+    with start_progress("evaluate", len(prompts), "prompts") as progress:
         for one in judged:
             total += one
             progress.advance(1, f"{total.tokens_per_step:.2f} tokens a step")

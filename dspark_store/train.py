@@ -6,10 +6,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dspark_store.precompute.say import log_to_stderr, say, say_error
+from dspark_store.cli.progress import Bar
+from dspark_store.cli.train import parse_arguments
 from dspark_store.precompute.world import one_line
+from dspark_store.progress import progress_shown_by
+from dspark_store.text import log_to_stderr, say, say_error
 from dspark_store.training.checkpoint import DamagedCheckpointError
-from dspark_store.training.config import parse_arguments
 from dspark_store.training.loop import train
 from dspark_store.training.ranks import ToldError, leads
 from dspark_store.training.settings import TrainConfig
@@ -40,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(config: TrainConfig) -> int:
     try:
-        return train(config)
+        with progress_shown_by(Bar):
+            return train(config)
     except ToldError as error:  # another rank's, or its words
         return _code(error.__cause__)
     except Exception as error:  # noqa: BLE001 - whatever it is, checkpoints stay, and users get one line

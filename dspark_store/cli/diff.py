@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.inspection.compare import Comparison, FieldDifference, compare_stores
-from dspark_store.precompute.say import say, say_json
 from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.text import say, say_json
 
 DIFFERENT = 1
 _SHOWN_SAMPLES = 10

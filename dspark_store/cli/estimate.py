@@ -7,18 +7,18 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from dspark_store.cli.precompute import add_arguments as add_precompute_arguments
+from dspark_store.cli.precompute import config_of
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.volumes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
 from dspark_store.inspection.estimate.estimation import TABLES, Bytes, Part, StoreEstimate
 from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, forecast_job, forecast_store
-from dspark_store.precompute.arguments import flag
-from dspark_store.precompute.config import add_settings, config_of
-from dspark_store.precompute.progress import size_text, time_text
-from dspark_store.precompute.say import say, say_error, say_json
 from dspark_store.precompute.settings import settings
 from dspark_store.precompute.watch import StoppedError
 from dspark_store.readers.cache import open_cache
+from dspark_store.settings import flag
+from dspark_store.text import say, say_error, say_json, size_text, time_text
 
 MEASURED_ROWS = 32
 _OF_A_STORE = ("codec", "chunk_tokens", "target_layer_ids", "tokens_per_second")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "table of ratios",
     )
     parser.add_argument("--json", action="store_true", help="print the whole answer as JSON")
-    add_settings(parser)
+    add_precompute_arguments(parser)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -10,12 +10,12 @@ from itertools import batched
 from pathlib import Path
 from typing import TextIO
 
-from dspark_store.precompute.progress import Progress
-from dspark_store.precompute.say import say
+from dspark_store.progress import start_progress
 from dspark_store.target.answers import Answer, Answerer, Message, Sampling
 from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
 from dspark_store.target.load import load_target, load_tokenizer
 from dspark_store.target.source import TargetSource
+from dspark_store.text import say
 
 Row = dict[str, object]
 
@@ -52,7 +52,10 @@ def run(given: argparse.Namespace) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.exists():
             os.truncate(output, size)
-        with output.open("a", encoding="utf-8") as file, Progress("generate", len(conversations), "chats", done) as bar:
+        with (
+            output.open("a", encoding="utf-8") as file,
+            start_progress("generate", len(conversations), "chats", done) as bar,
+        ):
             tokens = 0
             for batch, members in enumerate(batched(conversations[done:], given.batch_size), done // given.batch_size):
                 answers = answerer.answer(members, batch)

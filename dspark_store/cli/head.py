@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dspark_store.cli.terminal import Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.precompute.say import say_error, show
+from dspark_store.text import say_error, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

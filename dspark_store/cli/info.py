@@ -14,9 +14,8 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary import ShardRun, Summary, summarise
-from dspark_store.precompute.progress import size_text, time_text
-from dspark_store.precompute.say import say_error, say_json, show
 from dspark_store.sources.identity import chat_rules
+from dspark_store.text import say_error, say_json, show, size_text, time_text
 
 DAMAGED = 1
 _RUNS_SHOWN, _DIGEST_SHOWN = 8, 12

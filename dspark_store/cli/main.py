@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
+from dspark_store.cli.options import OneLineParser
+from dspark_store.cli.progress import Bar
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.precompute.arguments import OneLineParser
-from dspark_store.precompute.say import say, say_error
+from dspark_store.progress import progress_shown_by
+from dspark_store.text import say, say_error
 
 DAMAGED, USER_ERROR, UNEXPECTED = 1, 2, 3
 INTERRUPTED = 130
@@ -76,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cast(int, module.main(words[1:]))
     try:
         given = _parser(words).parse_args(words)
-        return COMMANDS[given.command].load().run(given)
+        with progress_shown_by(Bar):
+            return COMMANDS[given.command].load().run(given)
     except KeyboardInterrupt:
         say("interrupted", out=sys.stderr)
         return INTERRUPTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dspark_store.precompute.say import say
+from dspark_store.text import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,9 @@ from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
-from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.report import stored_bytes
-from dspark_store.precompute.say import say, say_error
 from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.text import say, say_error, size_text
 
 DAMAGED = 1
 

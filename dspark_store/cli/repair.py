@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.plan import RepairPlan, repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
-from dspark_store.precompute.say import say, say_error
+from dspark_store.text import say, say_error
 
 BEYOND_REPAIR = 1
 _SHOWN = 20

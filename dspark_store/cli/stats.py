@@ -18,10 +18,10 @@ from dspark_store.inspection.stats.report import DEFAULT_OUTLIER_FACTOR, Decode,
 from dspark_store.inspection.stats.stats_page import render_page
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.inspection.tokenizer import find_tokenizer
-from dspark_store.precompute.progress import Progress
-from dspark_store.precompute.say import say, say_error
 from dspark_store.precompute.undo import new_folders_undone
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.text import say, say_error
 
 DAMAGED = 1
 JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
@@ -86,7 +86,7 @@ def _output(store: Path, chosen: str | None) -> Path:
 def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Workers) -> dict[str, JsonValue]:
     decode = _decoder(cache, given.tokenizer)
     samples = len(cache) if given.samples is None else min(len(cache), given.samples)
-    with Progress("stats", samples, "samples") as progress:
+    with start_progress("stats", samples, "samples") as progress:
         return measure_store(
             cache,
             rules,

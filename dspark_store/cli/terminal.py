@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 import numpy as np
 
-from dspark_store.precompute.say import visible
+from dspark_store.text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,16 +12,15 @@ from typing import TextIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dspark_store.cli.options import add_settings
 from dspark_store.cli.terminal import Colours, decoder, masked_text
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.token_diff import TokenPair, other_fields, pair_tokens, recorded_options
-from dspark_store.precompute.config import add_flags
-from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import source_reports
-from dspark_store.precompute.say import say, show
+from dspark_store.progress import start_progress
 from dspark_store.sources.blend import Blend
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.identity import chat_rules, chat_template_sha256, tokenizer_sha256
@@ -33,6 +32,7 @@ from dspark_store.sources.specs import SourceContext, parse_source, read_words
 from dspark_store.sources.template import apply_chat_template_option
 from dspark_store.target.load import load_target_config, load_tokenizer, text_config
 from dspark_store.target.source import TargetSource
+from dspark_store.text import say, show
 
 FIRST_SAMPLES = 3
 _ROWS_A_STEP = 64
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="a slice of the rows, name[a:b], taken after the shuffle")
     parser.add_argument("--shuffle-seed", type=int, help="seed of the order of rows; without it, that of the data")
     parser.add_argument("--max-samples", type=int, help="at most this many rows, after shuffle and split")
-    add_flags(parser, {option.name: option for option in fields(ChatOptions)})
+    add_settings(parser, {option.name: option for option in fields(ChatOptions)})
     parser.add_argument("--num-workers", type=int, default=0, help="processes that tokenise; 0 tokenises in this one")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
 
@@ -157,7 +157,7 @@ def _compare(given: argparse.Namespace, out: TextIO) -> None:
     _check_same(record, source, tokenizer, given.compare)
     counted = Counter[str]()
     shown: list[TokenPair] = []
-    with Progress("tokenise", len(source), "rows") as progress:
+    with start_progress("tokenise", len(source), "rows") as progress:
         for pair in pair_tokens(storage, record, source):
             counted[pair.difference] += 1
             if pair.difference and len(shown) < FIRST_SAMPLES:
@@ -250,7 +250,7 @@ def _places(source: Source, record: int) -> list[str]:
 def _print_report(source: Source, out: TextIO) -> None:
     counts = np.zeros((len(source.origins()), 3), np.int64)
     passed = 0
-    with Progress("tokenise", len(source), "rows") as progress:
+    with start_progress("tokenise", len(source), "rows") as progress:
         for sample in source.read():
             counts[sample.origin] += (1, len(sample.input_ids), int(sample.loss_mask.sum()))
             record = source.record_of(sample.cursor)

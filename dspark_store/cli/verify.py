@@ -13,8 +13,8 @@ from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.problem import Part, Problem
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
-from dspark_store.precompute.progress import Progress, size_text
-from dspark_store.precompute.say import say, say_json
+from dspark_store.progress import Progress, start_progress
+from dspark_store.text import say, say_json, size_text
 
 if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
     from dspark_store.inspection.recomputing import Recomputed
@@ -69,7 +69,7 @@ def _verify(given: argparse.Namespace, storage: LocalStorage) -> Verification:
 
         def show(state: VerificationProgress) -> None:
             nonlocal bar
-            bar = bar or stack.enter_context(Progress("verify", state.of, "shards"))
+            bar = bar or stack.enter_context(start_progress("verify", state.of, "shards"))
             bar.reach(state.shards, lambda: f"{size_text(state.nbytes / max(state.seconds, 1e-9))}/s")
 
         return verify(storage, quick=given.quick, threads=given.threads, scheduler=given.scheduler, progress=show)
@@ -93,7 +93,7 @@ def _recompute(
     source = TargetSource(given.target_model, given.trust_remote_code)
     states = load_fresh_states(cache, source, device_named(given.device))
     samples = draw_samples(cache, given.recompute, given.seed, found.hit)
-    with Progress("recompute", len(samples), "samples") as bar:
+    with start_progress("recompute", len(samples), "samples") as bar:
         results = []
         for result in states.compare(samples):
             results.append(result)

@@ -27,8 +27,8 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.metadata import has_store, read_record
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.arguments import flag, nearest
-from dspark_store.precompute.settings import convert_setting, settings
+from dspark_store.precompute.settings import settings
+from dspark_store.settings import convert_setting, flag, nearest
 
 _OUTPUT = "cache_output_dir"
 _SETTINGS_OF_RECIPE = {
@@ -91,11 +91,6 @@ _MEANINGLESS_IN_DISTRIBUTED = frozenset(
     | {"broadcast_buffers", "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view"}
 )
 _UNUSED_SIZES = frozenset({"cp_size", "dp_size", "dp_replicate_size"})
-
-
-def is_upstream(document: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration is of NeMo Automodel's kind."""
-    return "recipe_args" in document
 
 
 def settings_of(document: Mapping[str, Any], flags: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:

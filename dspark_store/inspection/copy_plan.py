@@ -15,9 +15,9 @@ from dspark_store.format.schema import EMBED, HEAD, TOKEN_OBJECTS, StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.volumes import Volume, distinct_states, ragged_bytes
 from dspark_store.precompute.estimate import stored_range
-from dspark_store.precompute.progress import size_text
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.readers.cache import Cache
+from dspark_store.text import size_text
 
 _SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids")
 _NO_LAYER = -2  # below the embedding's

@@ -28,11 +28,12 @@ from dspark_store.inspection.copy_plan import (
 from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
 from dspark_store.inspection.repair.state import in_phase_states
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.weights import TargetWeights, read_weights
+from dspark_store.text import size_text
 from dspark_store.writers.lock import LostLockError, StoreLock
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.recovery import sweep_finished, sweep_uncommitted
@@ -134,7 +135,7 @@ def _settle(source: Cache, task: CopyTask, workers: Workers) -> StoreRecord:
     shards = _missing(task.destination, task.record)[0]
     rows = task.record.schema.tokens.rows
     done = source.schema.num_samples - sum(len(rows(shard)) for shard in shards)
-    with Progress("copy tokens", source.schema.num_samples, "samples", done) as progress:
+    with start_progress("copy tokens", source.schema.num_samples, "samples", done) as progress:
         for shard, _ in workers.each(partial(copy_tokens, task), shards):
             progress.advance(len(rows(shard)))
     task.check()
@@ -146,7 +147,7 @@ def _copy_states(source: Cache, task: CopyTask, shards: Sequence[int], workers: 
     todo = size.raw(shards)
     total = size.raw(range(task.record.schema.tokens.num_shards))
     copied = stored = 0
-    with Progress("copy states", total, "B", total - todo) as progress:
+    with start_progress("copy states", total, "B", total - todo) as progress:
         for shard, written in workers.each(partial(copy_states, task), shards):
             raw = size.raw([shard])
             copied, stored = copied + raw, stored + written

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dspark_store.precompute.progress import Progress
+from dspark_store.progress import start_progress
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -36,7 +36,7 @@ class Workers:
     def in_order[Result](self, what: str, task: Callable[[int], Result], shards: Sequence[int]) -> list[Result]:
         """Return the results in the order of the shards, with a bar that says ``what`` is done."""
         results: dict[int, Result] = {}
-        with Progress(what, len(shards), "shards") as progress:
+        with start_progress(what, len(shards), "shards") as progress:
             for shard, result in self.each(task, shards):
                 results[shard] = result
                 progress.advance(1)

@@ -12,7 +12,7 @@ import torch
 
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.inspection.shardwise import map_shards
-from dspark_store.precompute.progress import Progress
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 
 _KEY = np.dtype([("first", "<u8"), ("second", "<u8"), ("rank", "<i8")])
@@ -141,7 +141,7 @@ def compare_states(
     bounds = {int(shard): (first, stop) for shard, first, stop in _runs(shard_of[order])}
     found = StateDifference()
     task = partial(_compare_shard, a, b, pairs.kept(order), bounds, layers)
-    with Progress("compare", len(pairs), "samples") as progress:
+    with start_progress("compare", len(pairs), "samples") as progress:
         for _, difference in map_shards(task, list(bounds), threads=threads):
             found.add(difference)
             progress.advance(difference.compared)

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dspark_store.precompute.config import PrecomputeConfig, parse_arguments
+from dspark_store.cli.precompute import parse_arguments
+from dspark_store.cli.progress import Bar
 from dspark_store.precompute.run import run
-from dspark_store.precompute.say import log_to_stderr, say
+from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.watch import TERMINATED, StoppedError
 from dspark_store.precompute.world import one_line
+from dspark_store.progress import progress_shown_by
+from dspark_store.text import log_to_stderr, say
 
 UNEXPECTED = 1
 USER_ERROR = 2
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_to_stderr(_level(config))
         for note in config.notes:
             _log.info("%s", note)
-        return run(config)
+        with progress_shown_by(Bar):
+            return run(config)
     except StoppedError as error:
         _tell(f"stopped: {error}")
         return error.exit_code

@@ -11,8 +11,9 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.volumes import Volume
 from dspark_store.precompute.capture import CaptureReport
 from dspark_store.precompute.estimate import stored_range
-from dspark_store.precompute.progress import Progress, size_text
 from dspark_store.precompute.world import World
+from dspark_store.progress import Progress, start_progress
+from dspark_store.text import size_text
 
 _PAUSE_SECONDS = 0.2
 
@@ -35,7 +36,7 @@ class CaptureCounts:
             self._todo, self._done_before = sum(todo), sum(lengths) - sum(todo)
             least, most = stored_range(record.schema, record.last_layer, Volume.of(record.schema, todo, todo))
             self._expected = f"{size_text(least)} to {size_text(most)} expected in all"
-            self._bar = Progress("capture", sum(lengths), "tokens", self._done_before)
+            self._bar = start_progress("capture", sum(lengths), "tokens", self._done_before)
 
     def __enter__(self) -> Self:
         return self

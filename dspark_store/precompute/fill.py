@@ -43,13 +43,13 @@ from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_counts
-from dspark_store.precompute.say import say
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
+from dspark_store.text import say
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store

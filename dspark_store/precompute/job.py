@@ -26,7 +26,7 @@ from dspark_store.format.metadata import COPY_KEY, has_store, read_record
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.batches import BATCHING_RULE
-from dspark_store.precompute.config import PrecomputeConfig
+from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
 from dspark_store.sources.identity import chat_rules, without_rules

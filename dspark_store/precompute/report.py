@@ -12,12 +12,11 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import distinct_bytes
 from dspark_store.format.volumes import padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.capture import CaptureReport
-from dspark_store.precompute.progress import size_text, time_text
 from dspark_store.precompute.refusals import source_reports
-from dspark_store.precompute.say import say
 from dspark_store.precompute.undo import UnsupervisedError
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Source
+from dspark_store.text import say, size_text, time_text
 
 _log = logging.getLogger(__name__)
 

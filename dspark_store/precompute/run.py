@@ -19,16 +19,16 @@ from dspark_store.precompute.estimate import estimate_lines, recorded_rate
 from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
-from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import no_samples, tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_report
-from dspark_store.precompute.say import say
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.precompute.world import World, join_world
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.verify import verify_store
+from dspark_store.text import say
 from dspark_store.writers.recovery import sweep_finished
 
 
@@ -129,7 +129,7 @@ def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | Non
         lengths, supervised = index.length[rows].tolist(), index.supervised[rows].tolist()
     else:
         lengths, supervised = counted = array("q"), array("q")
-        with Progress("tokenise", len(job.source), "rows") as progress:
+        with start_progress("tokenise", len(job.source), "rows") as progress:
             for sample in job.source.read():
                 counted[0].append(len(sample.input_ids))
                 counted[1].append(int(sample.loss_mask.sum()))

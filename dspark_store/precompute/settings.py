@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
-from dspark_store.precompute.arguments import flag
-from dspark_store.precompute.arguments import setting as _setting
+from dspark_store.settings import fill_settings, flag, settings_of, whole_number
+from dspark_store.settings import setting as _setting
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.specs import SpecValue, parse_source
 from dspark_store.target.device import COMPUTE_DTYPES, device_named
@@ -32,19 +32,15 @@ _AT_LEAST_ONE = (
 SHARDED_MODEL_TYPES = frozenset({"deepseek_v4", "glm_moe_dsa", "kimi_k3", "kimi_linear"})
 """Types of targets that NeMo Automodel's precompute loads in shards; it replicates every other one."""
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"}
+
+def _shuffle_seed(value: object) -> int | None:
+    return None if str(value).lower() == "none" else whole_number(value)
 
 
-def _shuffle_seed(text: str | int | None) -> int | None:
-    if text is None or str(text).lower() == "none":
-        return None
-    return _whole_number(text)
-
-
-def _whole_number(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError
-    return int(value)
+def _source(value: SpecValue) -> SpecValue:
+    """Return a source as it was given, once it is known to be one."""
+    parse_source(value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,10 @@ class PrecomputeConfig(ChatOptions):
 
     target_model: str = _setting("the target: a hub id, a directory, or a .gguf file")
     input_data: SpecValue = _setting(  # noqa: RUF009 - it makes a field, as all of these do
-        "files, globs or datasets of conversations, or any other source (docs/sources.md)", nargs="+", type=str
+        "files, globs or datasets of conversations, or any other source (docs/sources.md)",
+        nargs="+",
+        convert=_source,
+        expected="a source of tokens: a path, a mapping with a type, or a list",
     )
     output_dir: str = _setting("where the store is written")
     seq_length: int = _setting("S, the most tokens a sample has; longer conversations are truncated", 2048)
@@ -64,7 +63,12 @@ class PrecomputeConfig(ChatOptions):
     num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0)
     split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None)
     shuffle_seed: int | None = _setting(
-        "seed of the order of rows; none keeps the file's order", 42, type=_shuffle_seed
+        "seed of the order of rows; none keeps the file's order",
+        42,
+        type=str,
+        convert=_shuffle_seed,
+        expected="a whole number or none",
+        nullable=True,
     )
     draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5)
     target_layer_ids: tuple[int, ...] = _setting("layers to capture: -1 is the embedding", (), nargs="+", type=int)
@@ -184,61 +188,9 @@ class PrecomputeConfig(ChatOptions):
 
 def settings() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of PrecomputeConfig that a flag or a file sets, by name."""
-    known = [setting for setting in fields(PrecomputeConfig) if "help" in setting.metadata]
-    known.sort(key=lambda setting: setting.default is not dataclasses.MISSING)  # those of ChatOptions come first else
-    return {setting.name: setting for setting in known}
+    return settings_of(PrecomputeConfig)
 
 
-def convert_setting(setting: dataclasses.Field[Any], value: object, called: str = "") -> object:
-    """Convert a value from YAML or a flag to the setting's type.
-
-    ValueError naming the setting, or what the file calls it, when the value is of another kind or not finite.
-    """
-    if value is None and setting.default is not dataclasses.MISSING:
-        return None if setting.default is None or setting.name == "shuffle_seed" else setting.default
-    if "convert" in setting.metadata:
-        return setting.metadata["convert"](value)
-    try:
-        return _converted(setting, value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"{called or f'setting {setting.name!r}'} cannot be {value!r}: expected {_expected(setting)}"
-        ) from error
-
-
-def kind(setting: dataclasses.Field[Any]) -> Callable[[Any], object]:
-    """Return what makes the setting's value out of a flag's text."""
-    own: Callable[[Any], object] | None = setting.metadata.get("type")
-    return own or (type(setting.default) if isinstance(setting.default, int | float) else str)
-
-
-def _converted(setting: dataclasses.Field[Any], value: object) -> object:
-    if setting.name == "input_data":
-        parse_source(cast(SpecValue, value))  # kept as it was given, once it is known to be one
-        return value
-    if setting.metadata.get("nargs"):
-        return tuple(_whole_number(item) for item in (value if isinstance(value, list | tuple) else [value]))
-    if isinstance(setting.default, bool):
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-    if isinstance(value, bool | list | dict):
-        raise TypeError
-    convert = kind(setting)
-    if convert is int:
-        return _whole_number(value)
-    made = convert(value)
-    if isinstance(made, float) and not math.isfinite(made):
-        raise ValueError
-    return made
-
-
-def _expected(setting: dataclasses.Field[Any]) -> str:
-    if setting.name == "input_data":
-        return "a source of tokens: a path, a mapping with a type, or a list"
-    if setting.metadata.get("nargs"):
-        return "a list of whole numbers"
-    if setting.name == "shuffle_seed":
-        return "a whole number or none"
-    convert = bool if isinstance(setting.default, bool) else kind(setting)
-    return next((text for known, text in _KINDS.items() if convert is known), "a single text")
+def config_from(values: Mapping[str, Any]) -> PrecomputeConfig:
+    """Build the settings from plain values, converting each to its setting's type; ValueError as `fill_settings`."""
+    return fill_settings(PrecomputeConfig, values)

@@ -10,8 +10,8 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import no_samples
+from dspark_store.progress import start_progress
 from dspark_store.sources.source import Resuming, Sample, Source, SourceError
 from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import write_token_shard
@@ -30,7 +30,7 @@ def tokenise(
     ledger = token_ledger(storage)
     committed = set(ledger.committed())
     last = max(committed, default=-1)
-    with Progress("tokenise", len(source), "rows") as progress:
+    with start_progress("tokenise", len(source), "rows") as progress:
         shard, cursor, given, tokens, passed, ended = 0, 0, 0, 0, 0, False
         samples: Iterator[Sample] | None = None
         while not ended:

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from dspark_store.precompute.keyvalue import KeyValue
-from dspark_store.precompute.say import show
+from dspark_store.text import show
 from dspark_store.writers.process import ProcessName
 
 FAILED, TERMINATED = 1, 128 + signal.SIGTERM

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -43,8 +42,9 @@ def open_data(config: TrainConfig, ranks: Ranks, check: Callable[[], None] = lam
     else:
         from dspark_store.training.online import open_live  # what runs a target is for those who run one
 
-        tokens, cut = Path(config.output_dir) / "tokens", config.allow_reduced_depth
-        cache = open_live(cast(str, config.online), tokens, ranks, check, allow_reduced_depth=cut)
+        if config.live is None:
+            raise ValueError("online training needs the settings of a precompute: give them as TrainConfig.live")
+        cache = open_live(config.live, ranks, check, allow_reduced_depth=config.allow_reduced_depth)
     check_manifest(cache.manifest, _expected(config))
     layers = config.layers or cache.layer_ids
     train = _loader(config, cache, layers, ranks, "train")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dspark_store.format.metadata import has_store
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.progress import Progress, size_text
-from dspark_store.precompute.say import say
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone
+from dspark_store.progress import Progress, start_progress
+from dspark_store.text import say, size_text
 from dspark_store.training.checkpoint import (
     Origin,
     Place,
@@ -189,7 +189,9 @@ class Training:
             if learner.step < self.total:
                 if learner.step == 0 and self.config.validate_every:  # what the draft is worth before it learns
                     self.validate()
-                with Progress("train", self.total, "steps", learner.step, hidden=not self.ranks.leads) as progress:
+                with start_progress(
+                    "train", self.total, "steps", learner.step, hidden=not self.ranks.leads
+                ) as progress:
                     while learner.step < self.total:
                         self._epoch(progress)
                 figures = self.validate()
@@ -334,6 +336,7 @@ class Training:
         """Return what decides the course of the training."""
         exempt = {
             "output_dir",
+            "live",
             "resume",
             "resume_from",
             "device",

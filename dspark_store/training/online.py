@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -25,8 +24,8 @@ from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import padded_batch
-from dspark_store.precompute.config import parse_arguments as parse_precompute
 from dspark_store.precompute.job import Job, check_identity, describe_target, plan_job
+from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
@@ -129,14 +128,13 @@ class LiveCache(Cache):
 
 
 def open_live(
-    file: str,
-    tokens: Path,
+    config: PrecomputeConfig,
     ranks: Ranks,
     check: Callable[[], None] = lambda: None,
     *,
     allow_reduced_depth: bool = False,
 ) -> LiveCache:
-    """Tokenise what a precompute's file names into ``tokens``, load its target on every rank, and return both as one.
+    """Tokenise a precompute's data into its ``output_dir``, load its target on every rank, and return both as one.
 
     ``check`` is called between writes, and may raise to stop.
 
@@ -144,19 +142,20 @@ def open_live(
     `open_cache`. ValueError, OSError or ImportError for what a user can get wrong; ValueError for a target that needs
     several ranks or devices.
     """
-    config = parse_precompute(["-c", file, "--output-dir", str(tokens)])
     config.check()
     if config.device_map is not None or (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) != (1,) * 4:
-        raise ValueError(f"{file} shares the target out over devices; online training runs a whole target on each rank")
+        raise ValueError(
+            "the file of --online shares the target over devices; online training runs a whole target on each rank"
+        )
     target = describe_target(config)
     depth = int(target.text.num_hidden_layers)
     if depth < target.depth and not allow_reduced_depth:
         raise ValueError(
-            f"{file} cuts the target to its first {depth} of {target.depth} layers (target_num_hidden_layers): run the "
-            "whole target, or pass --allow-reduced-depth"
+            f"the file of --online cuts the target to its first {depth} of {target.depth} layers "
+            "(target_num_hidden_layers): run the whole target, or pass --allow-reduced-depth"
         )
+    storage = LocalStorage(config.output_dir)
     if ranks.leads:
-        storage = LocalStorage(tokens)
         recorded = read_metadata(storage).record if has_store(storage) else None
         _write_tokens(plan_job(config, target, recorded), storage, recorded, check)
     ranks.wait()
@@ -168,7 +167,7 @@ def open_live(
         attn_implementation=config.target_attn_implementation,
         num_layers=config.target_num_hidden_layers,
     )
-    return LiveCache(LocalStorage(tokens), LiveTarget(model, device, config.batch_size))
+    return LiveCache(storage, LiveTarget(model, device, config.batch_size))
 
 
 def _write_tokens(job: Job, storage: LocalStorage, recorded: StoreRecord | None, check: Callable[[], None]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import Field, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 
 from dspark_store.draft.loss import LossWeights
 from dspark_store.draft.settings import MARKOV_KINDS
-from dspark_store.precompute.arguments import flag, setting
+from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.settings import flag, setting
 from dspark_store.target.device import device_named
 
 _AT_LEAST_ONE = (
@@ -83,6 +84,9 @@ class TrainConfig:
     tensorboard: bool = setting("write metrics for TensorBoard too", False)
     log_level: str = setting("least level of log messages", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
+    live: PrecomputeConfig | None = field(default=None, compare=False)
+    """The settings that ``online`` names; no setting."""
+
     def check(self) -> None:
         """Raise ValueError naming the first setting that cannot be."""
         if (self.store is None) == (self.online is None):
@@ -105,6 +109,11 @@ class TrainConfig:
                 raise ValueError(f"{flag(known.name)} must be one of {', '.join(choices)}, got {value!r}")
 
     @property
+    def tokens_dir(self) -> Path:
+        """Where an online training keeps its tokens."""
+        return Path(self.output_dir) / "tokens"
+
+    @property
     def resolved_device(self) -> torch.device:
         """The device to train on; ValueError when there is none of that name."""
         return device_named(self.device)
@@ -119,8 +128,3 @@ class TrainConfig:
     def loss_weights(self) -> LossWeights:
         """The weights of the loss's terms."""
         return LossWeights(self.ce_weight, self.l1_weight, 0.0 if self.no_confidence else self.confidence_weight)
-
-
-def settings() -> dict[str, Field[Any]]:
-    """Return the settings by name."""
-    return {known.name: known for known in fields(TrainConfig)}

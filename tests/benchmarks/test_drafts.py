@@ -9,9 +9,9 @@ import torch
 from benchmarks import drafts, online
 from benchmarks.bigram import Bigram
 from benchmarks.online import Summary
+from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.readers.cache import open_cache
-from dspark_store.training.config import parse_arguments
 from dspark_store.training.journal import read_metrics
 from dspark_store.training.loop import Training
 from dspark_store.training.ranks import Ranks

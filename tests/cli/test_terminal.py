@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark_store.cli.terminal import Colours, columns, entry, masked_text
-from dspark_store.precompute.say import visible
+from dspark_store.text import visible
 
 
 class Terminal(io.StringIO):

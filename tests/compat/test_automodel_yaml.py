@@ -7,10 +7,10 @@ import torch
 import yaml
 
 import dspark_store as ds
-from dspark_store.compat.automodel_yaml import has_own_order, is_upstream, settings_of
+from dspark_store.cli.precompute import parse_arguments
+from dspark_store.compat.automodel_yaml import has_own_order, settings_of
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.config import parse_arguments
 from tests.precompute.jobs import answers, arguments, interrupted, write_rows
 from tests.stores import build_store
 from tests.tiny import tiny_tokenizer
@@ -31,11 +31,6 @@ def recipe(**changes):
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def test_a_file_is_automodels_when_it_has_recipe_args():
-    assert is_upstream(recipe())
-    assert not is_upstream({"target_model": "org/target"})
 
 
 def test_what_a_recipe_leaves_out_has_automodels_defaults():

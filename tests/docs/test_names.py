@@ -8,9 +8,10 @@ from torch.distributed.run import get_args_parser
 
 import dspark_store
 from dspark_store.cli.main import COMMANDS
-from dspark_store.precompute.arguments import OneLineParser
+from dspark_store.cli.options import OneLineParser
 from dspark_store.precompute.settings import settings
-from dspark_store.training.settings import settings as training_settings
+from dspark_store.settings import settings_of
+from dspark_store.training.settings import TrainConfig
 from tests.docs.pages import PAGES, ROOT, name_of
 
 PACKAGE = ROOT / "dspark_store"
@@ -31,7 +32,7 @@ def command_flags():
 def test_every_flag_is_one_of_a_command(page):
     text = re.sub(r"^#SBATCH.*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     known = {name.replace("_", "-") for name in settings()} | OTHER_FLAGS | command_flags()
-    known |= {name.replace("_", "-") for name in training_settings()}
+    known |= {name.replace("_", "-") for name in settings_of(TrainConfig)}
     known |= {option[2:].replace("_", "-") for action in get_args_parser()._actions for option in action.option_strings}
     for module in re.findall(r"python -m (benchmarks\.\w+|dspark_store\.evaluate)", text):
         source = ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from dspark_store.cli.main import main as dspark_store_command
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.evaluate import main as evaluate
 from dspark_store.precompute.__main__ import main as precompute
-from dspark_store.precompute.config import parse_arguments
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.train import main as train

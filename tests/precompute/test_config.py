@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from dspark_store.precompute.config import PrecomputeConfig, config_from, parse_arguments
-from dspark_store.precompute.settings import settings
+from dspark_store.cli.precompute import parse_arguments
+from dspark_store.precompute.settings import PrecomputeConfig, config_from, settings
 
 REQUIRED = ["--target-model", "org/target", "--input-data", "chats.jsonl", "--output-dir", "store"]
 REQUIRED_VALUES = {"target_model": "org/target", "input_data": "chats.jsonl", "output_dir": "store"}

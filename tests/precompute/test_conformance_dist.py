@@ -12,9 +12,9 @@ import torch
 import yaml
 
 import dspark_store as ds
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.config import parse_arguments
 from dspark_store.sources import chat_template_sha256
 from dspark_store.target.parallel import ParallelPlan
 from tests.precompute.jobs import answers, fill_module, interrupt, refused, sharded_module, states_of_files, write_rows

@@ -8,8 +8,8 @@ import torch
 
 import dspark_store as ds
 from dspark_store.cli.main import main as command
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.config import parse_arguments
 from dspark_store.precompute.job import plan_job, plan_target
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark_store.precompute.config import parse_arguments
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.loaded import JobTarget, rank_device
 from dspark_store.precompute.watch import Watch

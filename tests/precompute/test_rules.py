@@ -2,12 +2,12 @@
 
 import pytest
 
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.config import parse_arguments
 from dspark_store.precompute.job import plan_job
 from tests.precompute.jobs import (
     arguments,

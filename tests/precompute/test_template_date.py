@@ -4,11 +4,11 @@ import pytest
 
 import dspark_store as ds
 from dspark_store.cli.main import main as command
+from dspark_store.cli.precompute import parse_arguments
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.config import parse_arguments
 from dspark_store.precompute.job import plan_job
 from tests.precompute.jobs import contents, interrupted, refused, rule_1, write_rows
 from tests.tiny import tiny_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dspark_store.training.config import parse_arguments
+from dspark_store.cli.train import parse_arguments
 from dspark_store.training.learner import Learner
 from dspark_store.training.loop import train
 from tests.precompute.jobs import BATCH_SIZE, LENGTH, SHARD_SIZE

@@ -1,7 +1,7 @@
 import pytest
 
+from dspark_store.cli.train import parse_arguments
 from dspark_store.train import main
-from dspark_store.training.config import parse_arguments
 from tests.training.runs import flags
 
 REQUIRED = ["--output-dir", "run", "--mask-token-id", "7"]

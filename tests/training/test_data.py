@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_store.training.config import parse_arguments
+from dspark_store.cli.train import parse_arguments
 from dspark_store.training.data import open_data, target_tables
 from dspark_store.training.learner import Learner
 from dspark_store.training.loop import Training

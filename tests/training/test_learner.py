@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.metrics import DraftCounts
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.training import learner as learner_module
-from dspark_store.training.config import parse_arguments
 from dspark_store.training.learner import TERMS, Judged
 from dspark_store.training.loop import Training
 from dspark_store.training.ranks import Ranks

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from dspark_store.cli.precompute import config_of
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.loader import CacheLoader
@@ -11,10 +12,14 @@ from tests.training.runs import write_online
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+def opened(file, tokens):
+    return open_live(config_of(str(file), {"output_dir": str(tokens)}), ALONE)
+
+
 @pytest.fixture(scope="module")
 def live(llama, chats, tmp_path_factory):
     directory = tmp_path_factory.mktemp("live")
-    return open_live(str(write_online(directory / "job.yaml", llama, chats)), directory / "tokens", ALONE)
+    return opened(write_online(directory / "job.yaml", llama, chats), directory / "tokens")
 
 
 @pytest.mark.parametrize("layout", ["flat", "stacked"])
@@ -48,16 +53,16 @@ def test_the_targets_tables_and_facts_are_those_of_the_store(live, store):
 
 def test_tokens_are_made_once_and_those_of_another_job_are_refused(llama, chats, tmp_path):
     file = write_online(tmp_path / "job.yaml", llama, chats)
-    first = open_live(str(file), tmp_path / "tokens", ALONE)
+    first = opened(file, tmp_path / "tokens")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*") if path.is_file()}
-    assert open_live(str(file), tmp_path / "tokens", ALONE).lengths.tolist() == first.lengths.tolist()
+    assert opened(file, tmp_path / "tokens").lengths.tolist() == first.lengths.tolist()
     assert files == {path: path.stat().st_mtime_ns for path in files}
     write_online(file, llama, chats, seq_length=64)
     with pytest.raises(ValueError, match="seq_length"):
-        open_live(str(file), tmp_path / "tokens", ALONE)
+        opened(file, tmp_path / "tokens")
 
 
 def test_a_target_that_needs_several_ranks_is_refused(llama, chats, tmp_path):
     file = write_online(tmp_path / "job.yaml", llama, chats, tp_size=2)
     with pytest.raises(ValueError, match="online training runs a whole target on each rank"):
-        open_live(str(file), tmp_path / "tokens", ALONE)
+        opened(file, tmp_path / "tokens")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
-from dspark_store.training.config import parse_arguments
+from dspark_store.cli.train import parse_arguments
 from dspark_store.training.loop import found_checkpoint
 from dspark_store.training.ranks import Ranks, ToldError, _is_told, joined_ranks, leads
 from tests.training.runs import flags, run

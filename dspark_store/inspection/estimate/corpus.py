@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.schema import IDS, MASK
-from dspark_store.precompute.progress import Progress
 from dspark_store.precompute.refusals import no_samples
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Sample, Source
 
@@ -82,7 +82,7 @@ def count_source(source: Source, seq_length: int, rows: int, *, all_kept: bool) 
     if lengths is not None and lengths.max(initial=0) <= seq_length:
         return _known(source, lengths, rows)
     counts, supervised, reservoir = array("q"), array("q"), Reservoir(rows)
-    with Progress("tokenise", len(source), "rows") as progress:
+    with start_progress("tokenise", len(source), "rows") as progress:
         for sample in source.read():
             counts.append(len(sample.input_ids))
             supervised.append(int(sample.loss_mask.sum()))

@@ -13,10 +13,10 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
 from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
 from dspark_store.inspection.estimate.measurement import Encoder, Measurement, Variant, measure_store, variants
-from dspark_store.precompute.config import PrecomputeConfig
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, plan_job
 from dspark_store.precompute.refusals import tell_refusals
+from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
 
 _NEEDED = ("num_hidden_layers", "target_vocab_size")

@@ -18,7 +18,7 @@ from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.schema import ID_FILL, IDS, LAST, LAYERS, MASK, MASK_FILL, StoreSchema
 from dspark_store.format.volumes import distinct_objects
 from dspark_store.inspection.estimate.corpus import Row
-from dspark_store.precompute.progress import Progress
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 
 _TABLE_CHUNKS = 16
@@ -149,7 +149,7 @@ class Encoder:
             objects = distinct_objects(schema, self._last_layer)
             self.measurement.states[variant] = np.zeros((count, len(objects)), np.int64)
             self.measurement.encode_seconds[variant] = 0.0
-        with Progress("measure", int(self.measurement.tokens.sum()), "tokens") as progress:
+        with start_progress("measure", int(self.measurement.tokens.sum()), "tokens") as progress:
             for place, states in rows:
                 self._encode_row(place, states)
                 progress.advance(len(self.measurement.rows[place]))

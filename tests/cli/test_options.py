@@ -3,7 +3,8 @@
 import pytest
 
 from dspark_store.cli.main import main
-from dspark_store.precompute.arguments import OneLineParser, nearest
+from dspark_store.cli.options import OneLineParser
+from dspark_store.settings import nearest
 
 
 def test_a_mistake_is_an_error_of_one_line_in_subcommands_too():

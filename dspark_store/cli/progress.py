@@ -1,4 +1,4 @@
-"""Progress of long jobs on standard error: share done, rate, time left, size to come."""
+"""Progress of long work as a bar on standard error: share done, rate, time left."""
 
 from __future__ import annotations
 
@@ -11,34 +11,12 @@ from typing import Self
 from tqdm import tqdm
 
 _NOTE_SECONDS = 0.2
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
-def size_text(count: float) -> str:
-    """Return bytes as people read them, in powers of 1000."""
-    power = 0
-    while abs(count) >= 999.5 and power < len(_UNITS) - 1:
-        count /= 1000
-        power += 1
-    return f"{count:.0f} {_UNITS[power]}" if power == 0 else f"{count:.2f} {_UNITS[power]}"
+class Bar:
+    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then."""
 
-
-def time_text(seconds: float) -> str:
-    """Return a duration as people read it."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-class Progress:
-    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then.
-
-    ``hidden`` counts and shows nothing: for all but one of several ranks that would show the same.
-    """
-
-    def __init__(self, what: str, total: int, unit: str, done: int = 0, *, hidden: bool = False) -> None:
+    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
         terminal = sys.stderr.isatty()
         self._noted = 0.0
         self._bar = tqdm(
@@ -50,7 +28,6 @@ class Progress:
             file=sys.stderr,
             mininterval=0.2 if terminal else 20.0,
             dynamic_ncols=terminal,
-            disable=hidden,
         )
 
     def advance(self, units: int, note: str = "") -> None:

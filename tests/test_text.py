@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dspark_store.cli.main import main
-from dspark_store.precompute.say import log_to_stderr, say, say_error, say_json, show, visible
+from dspark_store.text import log_to_stderr, say, say_error, say_json, show, visible
 from tests.stores import build_store
 
-PACKAGE = Path(__file__).parents[2] / "dspark_store"
+PACKAGE = Path(__file__).parents[1] / "dspark_store"
 HIDDEN = {
     "\x1b[2J": "\\x1b[2J",
     "\x07": "\\x07",
@@ -81,7 +81,7 @@ def calls(module: Path) -> set[str]:
 
 
 def test_nothing_else_prints():
-    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "say.py"]
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "text.py"]
     modules += [path for room in ("readers", "writers") for path in (PACKAGE / room).rglob("*.py")]
     assert len(modules) > 100
     assert {str(path): found for path in modules if (found := calls(path))} == {}

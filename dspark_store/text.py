@@ -1,4 +1,4 @@
-"""What every program prints goes through here: text of a stranger's store must not give orders to a terminal.
+"""Text for people: sizes, durations, and printing that lets no text of a stranger's store give orders to a terminal.
 
 Control characters, C1 codes, bidirectional overrides and isolates, and other characters that cannot be seen (Unicode's
 categories Cc, Cf, Zl, Zp and Cs) are written out as ``\\x1b`` or ``\\u202e``. The joiners U+200C and U+200D stay, since
@@ -14,6 +14,7 @@ import sys
 import unicodedata
 from typing import TextIO
 
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 _HIDDEN = frozenset({"Cc", "Cf", "Zl", "Zp", "Cs"})
 _JOINERS = "\u200c\u200d"
 _COLOUR = re.compile(r"(\x1b\[(?:0|1|31|32|33)m)")
@@ -52,6 +53,24 @@ def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def size_text(count: float) -> str:
+    """Return bytes as people read them, in powers of 1000."""
+    power = 0
+    while abs(count) >= 999.5 and power < len(_UNITS) - 1:
+        count /= 1000
+        power += 1
+    return f"{count:.0f} {_UNITS[power]}" if power == 0 else f"{count:.2f} {_UNITS[power]}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration as people read it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 class _VisibleFormatter(logging.Formatter):

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from dspark_store.precompute.progress import Progress, size_text, time_text
+from dspark_store.cli.progress import Bar
+from dspark_store.text import size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_durations_are_in_the_unit_that_fits(seconds, text):
 
 
 def test_a_bar_shows_what_is_done_and_the_note(capsys):
-    with Progress("capture", 100, "tokens", done=20) as progress:
+    with Bar("capture", 100, "tokens", done=20) as progress:
         progress.reach(60, lambda: "noted")
         progress.advance(40, "all done")
     shown = capsys.readouterr().err
@@ -45,7 +46,7 @@ def test_a_note_is_made_a_few_times_a_second_and_not_for_every_unit(monkeypatch)
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     noted: list[int] = []
-    progress = Progress("capture", 10, "tokens")
+    progress = Bar("capture", 10, "tokens")
     for units in range(1, 5):
 
         def note(units: int = units) -> str:
