@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
-from dspark_store.precompute.batches import batches_of
 from dspark_store.precompute.capture import (
     Capture,
     CaptureContext,
@@ -25,7 +25,6 @@ from dspark_store.precompute.capture import (
     CaptureSettings,
     capture_shards,
     missing_shards,
-    padded_batch,
 )
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import ControlGroups, Crew, own_objects
@@ -33,6 +32,7 @@ from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.watch import Watch
 from dspark_store.precompute.world import World
+from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.pipeline import EncodePipeline
@@ -69,10 +69,11 @@ class Workload:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield ids and attention mask, (B, longest) int64, of every batch in the order of the capture."""
+        vocab_size = cast(int, self.record.manifest["target_vocab_size"])
         for shard in range(self.record.schema.tokens.num_shards):
             rows = read_token_shard(self.storage, self.record, shard)
             for batch in batches_of(rows.lengths, self.settings.batch_size):
-                yield padded_batch(rows, batch, self.settings.pad_token_id)
+                yield padded_batch(rows, batch, self.settings.pad_token_id, vocab_size)
 
 
 def new_workload(

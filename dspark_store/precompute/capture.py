@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.storage import Storage
-from dspark_store.format.token_shards import TokenRows, read_token_shard
-from dspark_store.precompute.batches import batches_of
+from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import Activity, Crew
 from dspark_store.precompute.profile import Profile
+from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
-from dspark_store.target.limits import check_ids
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.states import FinishedObjects, NonFiniteError, StateShardWriter, publish_states
 
@@ -61,18 +59,6 @@ def missing_shards(storage: Storage, schema: StoreSchema) -> list[int]:
     return [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
 
 
-def padded_batch(rows: TokenRows, batch: Sequence[int], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and the attention mask (B, longest) int64 of some rows of a shard, padded right."""
-    width = max(1, *(rows.lengths[row] for row in batch))
-    ids = torch.full((len(batch), width), pad_token_id)
-    attention = torch.zeros((len(batch), width), dtype=torch.int64)
-    for position, row in enumerate(batch):
-        length = rows.lengths[row]
-        ids[position, :length] = torch.from_numpy(rows.ids[row].astype(np.int64))
-        attention[position, :length] = 1
-    return ids, attention
-
-
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
     """What the capture of every shard has in common. ``objects`` are those of a shard that this rank writes."""
@@ -100,7 +86,6 @@ class CaptureContext:
     def forward(self, ids: torch.Tensor, attention: torch.Tensor) -> HostCopy:
         """Run one batch, and start the copy of its states to the host."""
         device = self.settings.device
-        check_ids(ids, self.vocab_size)
         with self.profile.timed("forward"):
             states = self.capture(ids.to(device), attention.to(device))
         return self.copies.start(states)
@@ -141,7 +126,8 @@ class ShardCapture:
     def step(self) -> int:
         """Run the next batch; return its valid tokens."""
         batch = self._batches.popleft()
-        copy = self._context.forward(*padded_batch(self._rows, batch, self._context.settings.pad_token_id))
+        pad, vocab_size = self._context.settings.pad_token_id, self._context.vocab_size
+        copy = self._context.forward(*padded_batch(self._rows, batch, pad, vocab_size))
         if self._writer is not None:
             self._copies.append((copy, batch))
             self._store_copies(self._context.copies.depth)

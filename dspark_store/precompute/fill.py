@@ -23,7 +23,6 @@ from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.volumes import Volume, weight_bytes
-from dspark_store.precompute.batches import forward_cost
 from dspark_store.precompute.board import LeaseError, longest_first
 from dspark_store.precompute.capture import (
     CaptureContext,
@@ -49,6 +48,7 @@ from dspark_store.precompute.undo import full_disk_told, new_store_undone, retra
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
+from dspark_store.target.batches import forward_cost
 from dspark_store.text import say
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline

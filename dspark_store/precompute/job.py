@@ -25,7 +25,6 @@ from dspark_store.format.manifest import (
 from dspark_store.format.metadata import COPY_KEY, has_store, read_record
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.batches import BATCHING_RULE
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
@@ -33,6 +32,7 @@ from dspark_store.sources.identity import chat_rules, without_rules
 from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
+from dspark_store.target.batches import BATCHING_RULE
 from dspark_store.target.depth import cut_target_config, resolve_reduced_target_layers
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import target_config_json

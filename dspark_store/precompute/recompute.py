@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
 
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.precompute.batches import batches_of
-from dspark_store.precompute.capture import CaptureSettings, padded_batch
+from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.readers.cache import Cache
+from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import TargetCapture
 
 
@@ -25,6 +26,7 @@ def recompute(
     forward, and with it the bits. So does the size of the shards that were captured, which a copy remembers.
     """
     size = cache.record.capture_shard_size
+    vocab_size = cast(int, cache.manifest["target_vocab_size"])
     for shard, members in groupby(sorted(samples), lambda sample: sample // size):
         captured = range(shard * size, min((shard + 1) * size, len(cache)))
         lengths = cache.lengths[captured.start : captured.stop].tolist()
@@ -33,7 +35,7 @@ def recompute(
             if not wanted & set(batch):
                 continue
             rows = _tokens(cache, [captured[row] for row in batch])
-            ids, attention = padded_batch(rows, range(len(batch)), settings.pad_token_id)
+            ids, attention = padded_batch(rows, range(len(batch)), settings.pad_token_id, vocab_size)
             states = capture(ids.to(settings.device), attention.to(settings.device))
             for position, row in enumerate(batch):
                 if row in wanted:

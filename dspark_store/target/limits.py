@@ -31,7 +31,7 @@ def check_fits(config: PretrainedConfig, seq_length: int, vocab_size: int) -> No
     """Compare S and the size of the tokenizer's vocabulary with a configuration, before any weight is loaded.
 
     Positions past those of a rotary target, and token ids past its embedding, give one warning each: the first may give
-    poor states, the second are an error only where a text has such an id (`check_ids`).
+    poor states, the second are an error only where a text has such an id (`padded_batch`).
 
     Raises ValueError when the target looks positions up in a table of fewer than `seq_length` rows.
     """
@@ -55,19 +55,6 @@ def check_fits(config: PretrainedConfig, seq_length: int, vocab_size: int) -> No
             "a text with a higher id cannot be captured",
             vocab_size - 1,
             text.vocab_size,
-        )
-
-
-def check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError when a token id is negative or has no row in an embedding of `vocab_size` rows.
-
-    For ids on the CPU: on a GPU the look-up of such an id ends in an error that the process cannot recover from.
-    """
-    outside = (input_ids < 0) | (input_ids >= vocab_size)
-    if bool(outside.any()):
-        raise ValueError(
-            f"token id {int(input_ids[outside][0])} has no row in the target's embedding of {vocab_size} rows: "
-            "tokenizer and target do not belong together"
         )
 
 

@@ -22,18 +22,16 @@ from dspark_store.format.metadata import has_store, read_metadata, write_metadat
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
-from dspark_store.precompute.batches import batches_of
-from dspark_store.precompute.capture import padded_batch
 from dspark_store.precompute.job import Job, check_identity, describe_target, plan_job
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
 from dspark_store.readers.weights import TargetWeights
+from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import CapturedStates, TargetCapture
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import head_facts, target_weights
-from dspark_store.target.limits import check_ids
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
@@ -99,8 +97,8 @@ class LiveCache(Cache):
             shard, row = grid.locate(min(todo))
             rows, first = self._rows(shard), grid.rows(shard)[0]
             members = next(batch for batch in batches_of(rows.lengths, self._target.batch_size) if row in batch)
-            ids, attention = padded_batch(rows, members, self.pad_token_id)
-            check_ids(ids, int(cast(int, self.manifest["target_vocab_size"])))
+            vocab_size = cast(int, self.manifest["target_vocab_size"])
+            ids, attention = padded_batch(rows, members, self.pad_token_id, vocab_size)
             device = self._target.device
             yield [first + member for member in members], self._capture(ids.to(device), attention.to(device))
             todo -= {first + member for member in members}

@@ -12,9 +12,9 @@ import torch
 
 from dspark_store.format.metadata import COPY_KEY
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.batches import batches_of
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.identity import without_rules
+from dspark_store.target.batches import batches_of
 
 run_module = import_module("dspark_store.precompute.run")  # the package's own `run` is the function
 fill_module = import_module("dspark_store.precompute.fill")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_store.precompute.batches import forward_cost
 from dspark_store.precompute.board import LeaseError, ShardBoard, longest_first
 from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.target.batches import forward_cost
 
 LEASE = 10.0
 STEPS = 4  # signs of progress that a shard gives

@@ -14,8 +14,8 @@ from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
 from dspark_store.format.volumes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
 from dspark_store.inspection.estimate.measurement import Measurement, Variant
-from dspark_store.precompute.batches import forward_cost
 from dspark_store.precompute.estimate import COMPRESSION
+from dspark_store.target.batches import forward_cost
 
 TABLES = "target"
 """What the target's vocabulary tables are called beside the columns: the folder that they are in."""

@@ -10,13 +10,11 @@ import torch
 
 from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.estimate.measurement import Encoder, RowStates
-from dspark_store.precompute.batches import batches_of
-from dspark_store.precompute.capture import padded_batch
 from dspark_store.precompute.job import Job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.world import join_world
+from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
-from dspark_store.target.limits import check_ids
 
 type _Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
@@ -64,8 +62,8 @@ class _Trial:
         positions, seconds = 0, 0.0
         for number, batch in enumerate(batches_of(tokens.lengths, self._job.config.batch_size)):
             self._check()
-            ids, attention = padded_batch(tokens, batch, cast(int, self._job.manifest["pad_token_id"]))
-            check_ids(ids, cast(int, self._job.manifest["target_vocab_size"]))
+            pad, vocab_size = (cast(int, self._job.manifest[name]) for name in ("pad_token_id", "target_vocab_size"))
+            ids, attention = padded_batch(tokens, batch, pad, vocab_size)
             started = time.perf_counter()
             states = self._forward(ids, attention)
             spent = time.perf_counter() - started

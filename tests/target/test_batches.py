@@ -2,10 +2,13 @@
 
 from itertools import chain, pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.precompute.batches import batches_of, forward_cost
+from dspark_store.format.token_shards import TokenRows
+from dspark_store.target.batches import batches_of, forward_cost, padded_batch
 
 lengths_of_rows = st.lists(st.integers(0, 50), max_size=40)
 sizes = st.integers(1, 9)
@@ -51,6 +54,23 @@ def test_the_cost_of_a_known_shard():
     assert forward_cost([3, 9, 9, 1, 5], 2) == 9 * 2 + 5 * 2 + 1
     assert forward_cost([0, 0], 2) == 2
     assert forward_cost([], 2) == 0
+
+
+def rows_of(*ids):
+    return TokenRows([np.array(row, np.int32) for row in ids], [np.ones(len(row), np.uint8) for row in ids])
+
+
+def test_a_batch_is_padded_right_to_its_longest_row():
+    ids, attention = padded_batch(rows_of([5, 6, 7], [8] * 9, [9]), [0, 2], 1, 300)
+    assert ids.tolist() == [[5, 6, 7], [9, 1, 1]]
+    assert attention.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("bad", [300, -1])
+def test_an_id_without_an_embedding_row_is_named(bad):
+    padded_batch(rows_of([0, 299]), [0], 0, 300)
+    with pytest.raises(ValueError, match=f"token id {bad} has no row in the target's embedding of 300 rows"):
+        padded_batch(rows_of([5, 7], [bad, 301]), [0, 1], 0, 300)
 
 
 def _padded(lengths, batches):
