@@ -37,13 +37,13 @@ class StoreIndex:
 
     @cached_property
     def length(self) -> np.ndarray:
-        """(N,) int32: tokens of each sample."""
-        return self._token_index(INDEX_LENGTH)
+        """(N,) int32: tokens of each sample, from 0 to S: no range of positions is longer than a row."""
+        return self._within(INDEX_LENGTH, self._record.schema.seq_length)
 
     @cached_property
     def supervised(self) -> np.ndarray:
-        """(N,) int32: supervised tokens of each sample."""
-        return self._token_index(INDEX_SUPERVISED)
+        """(N,) int32: supervised tokens of each sample, from 0 to its length."""
+        return self._within(INDEX_SUPERVISED, self.length)
 
     @cached_property
     def digest(self) -> np.ndarray:
@@ -122,6 +122,18 @@ class StoreIndex:
             ledger = token_ledger(self._storage) if tokens else state_ledger(self._storage, self._record.schema)
             self._rows[path, shard] = ledger.row(shard)
         return self._rows[path, shard]
+
+    def _within(self, path: str, most: int | np.ndarray) -> np.ndarray:
+        """Return a token index; DamagedStoreError when it holds a number below 0 or past ``most``."""
+        values = self._token_index(path)
+        outside = (values < 0) | (values > most)
+        if outside.any():
+            sample = int(outside.argmax())
+            raise DamagedStoreError(
+                f"index array {path} of {self._storage} holds {values[sample]:,} for sample {sample}, which is out of "
+                f"range; {remedy(self._storage)}"
+            )
+        return values
 
     def _token_index(self, path: str) -> np.ndarray:
         spec = self._record.schema.token_index()[path]

@@ -4,19 +4,29 @@ The roots are sealed as anybody can seal them. `info`, `head` and all the others
 surprised (exit code 3), size an array or walk a range by a number that only JSON bears out.
 """
 
+import hashlib
 import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dspark_store.cli.main import main
+from dspark_store.format.ledger import pack_array
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, record_nodes
-from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS, group_document, metadata_bytes
-from tests.stores import build_store
+from dspark_store.format.schema import (
+    EMBED,
+    HEAD,
+    HEAD_BIAS,
+    INDEX_LENGTH,
+    group_document,
+    metadata_bytes,
+)
+from tests.stores import RAGGED, build_store
 
 MANIFEST = {"pad_token_id": 5, "num_hidden_layers": 6, "target_vocab_size": 19, "target_model_type": "tiny"}
 MOST_KIBIBYTES = 256 * 1024
@@ -175,6 +185,18 @@ def test_a_number_that_no_object_bears_out_takes_no_memory(name, until, tmp_path
     for words in commands(store, tmp_path):
         assert_told(words, capsys)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + MOST_KIBIBYTES, words
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, -(2**31), 21])
+def test_no_command_walks_a_sample_past_the_length_of_a_row(length, tmp_path, capsys):
+    store = build(tmp_path / "store")
+    values = np.array([length, *RAGGED[1:]], "<i4")
+    (store / INDEX_LENGTH / "c.0").write_bytes(stored := pack_array(values))
+    checksum = hashlib.blake2b(stored, digest_size=16).hexdigest()
+    seal(store, lambda attributes: attributes["checksums"].update({INDEX_LENGTH: checksum}))
+    for words in commands(store, tmp_path):
+        code = assert_told(words, capsys)
+        assert code == 1 or words[0] in ("info", "repair"), words
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -1,12 +1,17 @@
 """Damage is an error that says where it is, and reading elsewhere goes on."""
 
+import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dspark_store import DamagedStoreError, open_cache, verify_store
+from dspark_store.format.ledger import pack_array
+from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import IDS, LAST
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import LocalStorage
@@ -90,6 +95,18 @@ def test_a_damaged_index_is_named(path: Path, name: str) -> None:
     cache = open_cache(path)
     with pytest.raises(DamagedStoreError, match=f"index array index/{name} of .* is not the one that was sealed"):
         _ = cache.index.digest if name == "digest" else getattr(cache, {"length": "lengths"}.get(name, name))
+
+
+@pytest.mark.parametrize(("name", "number"), [("length", -1), ("length", 21), ("supervised", -1), ("supervised", 10)])
+def test_an_index_of_numbers_that_no_sample_has_is_named(path: Path, name: str, number: int) -> None:
+    cache = open_cache(path)
+    values = np.array(getattr(cache.index, name))
+    values[4] = number
+    (path / "index" / name / "c.0").write_bytes(stored := pack_array(values))
+    checksums = {**cache.record.checksums, f"index/{name}": hashlib.blake2b(stored, digest_size=16).hexdigest()}
+    write_metadata(cache.storage, replace(cache.record, checksums=checksums))
+    with pytest.raises(DamagedStoreError, match=f"index array index/{name} of .* holds {number} for sample 4, which"):
+        getattr(open_cache(path).index, name)
 
 
 def test_a_missing_index_is_named(path: Path) -> None:
