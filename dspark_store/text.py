@@ -39,8 +39,10 @@ def show(*texts: str, out: TextIO | None = None) -> None:
 
 def say_json(value: object, out: TextIO | None = None) -> None:
     """Print a JSON value; what cannot be seen stands in it as JSON's own escapes."""
-    lines = json.dumps(value, indent=2, ensure_ascii=False).split("\n")
-    _print([line if line.isprintable() else _json_visible(line) for line in lines], out)
+    for part in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):  # the whole may be long
+        seen = part if part.isprintable() else "\n".join(_json_visible(line) for line in part.split("\n"))
+        print(seen, end="", file=sys.stdout if out is None else out)
+    _print([""], out)
 
 
 def say_error(message: object, *, kind: str = "error") -> None:

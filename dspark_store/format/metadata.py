@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.jsonvalue import JsonFields, JsonValue, parse_json
@@ -15,14 +17,17 @@ from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, s
 from dspark_store.format.schema import (
     COLUMNS,
     IDS,
+    INDEX_DIGEST,
     INDEX_LENGTH,
     INDEX_OBJECTS,
+    INDEX_SUPERVISED,
     LAST,
     LAYERS,
     MASK,
     STATE_LEDGER,
     TOKEN_LEDGER,
     TOKEN_OBJECTS,
+    StoreSchema,
     group_document,
     metadata_bytes,
 )
@@ -34,6 +39,8 @@ COPY_KEY = "ledger/states/root.json"
 _SPARE_SHARDS, _SPARE_TABLE_OBJECTS = 64, 1 << 16
 """So many objects a folder may lack whatever it has: a table of the target may be lost as a whole."""
 _LARGE_SHARD = 1 << 12
+_SPARE_SAMPLES, _PROBES = 1 << 18, 64
+"""So many samples need no proof beside JSON. Of more, so many entries of an array are looked at."""
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
 _NODE_BYTES = 256 * 1024
@@ -118,6 +125,7 @@ def check_extent(storage: Storage, record: StoreRecord) -> None:
     schema = record.schema
     if record.phase != "tokens":
         _check_shards(storage, record)
+        _check_samples(storage, schema)
     for path, shape in record.weights.items():
         table = schema.weights(shape)
         objects = -(-table.shape[0] // table.chunk[0])
@@ -127,11 +135,11 @@ def check_extent(storage: Storage, record: StoreRecord) -> None:
 
 def _check_shards(storage: Storage, record: StoreRecord) -> None:
     schema, shards = record.schema, record.schema.tokens.num_shards
-    table = shards * (schema.num_layers + len(TOKEN_OBJECTS) + 1) * 16 + CRC_BYTES
+    row_bytes = (schema.num_layers + len(TOKEN_OBJECTS) + 1) * 16
     folders = {STATE_LEDGER: 1, TOKEN_LEDGER: 1, IDS: 1, MASK: 1, LAST: 1, LAYERS: max(1, schema.num_layers)}
     if not (
         shards <= _SPARE_SHARDS
-        or (record.complete and _size(storage, f"{INDEX_OBJECTS}/c.0.0.0") == table)
+        or (record.complete and _is_filled(storage, f"{INDEX_OBJECTS}/c.0.0.0", shards, row_bytes))
         or any(shards <= _SPARE_SHARDS + 2 * len(storage.list(path)) // each for path, each in folders.items())
     ):
         raise DamagedStoreError(_unborne(storage, "num_samples", shards, "shards"))
@@ -140,6 +148,32 @@ def _check_shards(storage: Storage, record: StoreRecord) -> None:
         tokens = [f"{column}/{name}" for column in (IDS, MASK) for name in storage.list(column)[:2]]
         if not any(_size(storage, key) > 20 * rows for key in tokens):  # of the index and trailer of such an object
             raise DamagedStoreError(_unborne(storage, "shard_size", rows, "rows of a shard"))
+
+
+def _check_samples(storage: Storage, schema: StoreSchema) -> None:
+    """Raise DamagedStoreError when neither the index nor the token objects show that there are so many samples."""
+    count, shards, rows = schema.num_samples, schema.tokens.num_shards, schema.shard_size
+    index = {f"{INDEX_DIGEST}/c.0.0": 16, f"{INDEX_LENGTH}/c.0": 4, f"{INDEX_SUPERVISED}/c.0": 4}
+    if count <= _SPARE_SAMPLES or any(_is_filled(storage, key, count, width) for key, width in index.items()):
+        return
+    tokens = storage.list(IDS)  # each row has an entry in the index at the end of one
+    if shards > 2 * len(tokens) or not any(_is_filled(storage, f"{IDS}/{name}", rows, 16) for name in tokens[:2]):
+        raise DamagedStoreError(_unborne(storage, "num_samples", count, "samples"))
+
+
+def _is_filled(storage: Storage, key: str, count: int, width: int) -> bool:
+    """Tell whether an object ends in ``count`` entries of ``width`` bytes and a checksum, and most are no hole.
+
+    A file can have any size without a byte of data; entries of these arrays are not zero. Which are looked at, nobody
+    can know before.
+    """
+    try:
+        with closing(storage.open(key)) as reader:
+            first = reader.size - count * width - CRC_BYTES
+            places = np.random.default_rng().integers(0, count, _PROBES) if first >= 0 else []
+            return sum(any(reader.read(first + int(place) * width, width)) for place in places) * 2 > _PROBES
+    except (OSError, DamagedStoreError):
+        return False
 
 
 def _unborne(storage: Storage, what: str, promised: int, things: str) -> str:

@@ -6,6 +6,7 @@ surprised (exit code 3), size an array or walk a range by a number that only JSO
 
 import hashlib
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,25 @@ def test_a_number_that_no_object_bears_out_takes_no_memory(name, until, tmp_path
     for words in commands(store, tmp_path):
         assert_told(words, capsys)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + MOST_KIBIBYTES, words
+
+
+@pytest.mark.parametrize("until", ["complete", "states"])
+@pytest.mark.parametrize("rows", [3, 2**20])
+def test_an_index_of_holes_bears_no_number_out(rows, until, tmp_path, capsys):
+    store, samples = build(tmp_path / "store", until), 2**23
+    seal(store, layout(num_samples=samples, shard_size=rows))
+    shards = -(-samples // rows)
+    sizes = {"length/c.0": 4, "supervised/c.0": 4, "digest/c.0.0": 16, "status/c.0": 1}
+    sizes = {key: samples * size for key, size in sizes.items()} | {"objects/c.0.0.0": shards * 16 * 7}
+    for key, size in sizes.items():
+        if (store / "index" / key).exists():
+            os.truncate(store / "index" / key, 0)
+            os.truncate(store / "index" / key, size + 4)
+    for path in ("input_ids/c.0.0", "input_ids/c.1.0"):
+        os.truncate(store / path, 0)
+        os.truncate(store / path, rows * 16 + 4)
+    for words in commands(store, tmp_path):
+        assert assert_told(words, capsys) in (1, 2), words
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, -(2**31), 21])

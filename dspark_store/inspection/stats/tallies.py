@@ -16,7 +16,8 @@ _LOWEST, _HIGHEST = -32, 136
 BINS = (_HIGHEST - _LOWEST) * PER_OCTAVE + 2
 """Sixteen bins an octave from 2^-32 to 2^136, which is beyond any norm of finite states, and one at each end."""
 _SIXTEENTHS = 2.0 ** (np.arange(1, PER_OCTAVE) / PER_OCTAVE - 1)
-_UNNAMED_VOCABULARY = 1 << 22
+_MOST_IDS = 1 << 22
+"""No vocabulary is as large: neither a manifest nor one damaged id makes more counts."""
 _MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 
 
@@ -117,18 +118,19 @@ class TokenTally:
 
 def empty_tokens(vocabulary: int | None) -> TokenTally:
     """Return the tally of no tokens."""
-    return TokenTally(np.zeros(vocabulary or 0, np.int64), np.zeros(vocabulary or 0, np.int64))
+    ids = min(vocabulary or 0, _MOST_IDS)
+    return TokenTally(np.zeros(ids, np.int64), np.zeros(ids, np.int64))
 
 
 def tally_tokens(ids: np.ndarray, mask: np.ndarray, vocabulary: int | None) -> TokenTally:
     """Count some ids and their mask, both (tokens,).
 
-    ``vocabulary`` is how many ids the target knows; where no manifest says so, there are as many as occur, and 4 Mi at
-    most, so that one damaged id does not take all memory.
+    ``vocabulary`` is how many ids the target knows; where no manifest says so, there are as many as occur. Ids past the
+    first 4 Mi are counted as outside.
     """
-    known = (ids >= 0) & (ids < (vocabulary or _UNNAMED_VOCABULARY))
+    known = (ids >= 0) & (ids < min(vocabulary or _MOST_IDS, _MOST_IDS))
     kept = ids[known]
-    counts = np.bincount(kept, minlength=vocabulary or 0)
+    counts = np.bincount(kept, minlength=min(vocabulary or 0, _MOST_IDS))
     supervised = np.bincount(kept[mask[known] == 1], minlength=len(counts))
     return TokenTally(counts, supervised, int(len(ids) - len(kept)))
 
