@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -195,8 +195,12 @@ class Clock:
 
 @lru_cache(maxsize=16)
 def may_ask_clock(template: str) -> bool:
-    """Tell whether a template uses `strftime_now` anywhere, if only in a branch that is never taken."""
-    return CLOCK in meta.find_undeclared_variables(_parsed(template))
+    """Tell whether a template uses `strftime_now` anywhere, if only in a branch that is never taken.
+
+    Jinja's own search for undeclared variables compiles the template, and so computes what is constant in it, however
+    large; this looks at the names alone.
+    """
+    return any(name.name == CLOCK for name in _parsed(template).find_all(nodes.Name))
 
 
 @lru_cache(maxsize=16)

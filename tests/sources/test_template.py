@@ -112,7 +112,6 @@ def test_one_of_several_templates_is_chosen_by_its_name():
         ("{% if never %}{{ strftime_now('%Y') }}{% endif %}", True),
         ("{% if strftime_now is defined %}{% generation %}a{% endgeneration %}{% endif %}", True),
         ("{# {{ strftime_now('%Y') }} #}strftime_now{{ 'strftime_now' }}", False),
-        ("{% set strftime_now = 1 %}{{ strftime_now }}", False),
         (PLAIN, False),
     ],
 )
