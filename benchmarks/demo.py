@@ -16,7 +16,7 @@ import torch
 import zarr
 
 from dspark_store import Cache, open_cache, verify_store
-from dspark_store.format.volumes import distinct_states, padded_bytes, ragged_bytes
+from dspark_store.format.sizes import distinct_states, padded_bytes, ragged_bytes
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from benchmarks.throttle import RateLimit
 from dspark_store import CACHE_KEYS, Cache
-from dspark_store.readers.shapes import Layout
+from dspark_store.readers.tensors import Layout
 
 type Batch = dict[str, Any]
 

@@ -23,7 +23,7 @@ from dspark_store.format.schema import IDS, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS, open_chunks
 from dspark_store.readers.plan import SampleSpan
-from dspark_store.readers.shapes import batch_shape, column_dtype
+from dspark_store.readers.tensors import batch_shape, column_dtype
 
 _OPENS = 15
 

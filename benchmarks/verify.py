@@ -39,7 +39,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.verification import verify
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.shapes import batch_shape, batch_tensor
+from dspark_store.readers.tensors import batch_shape, batch_tensor
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter

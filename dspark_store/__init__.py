@@ -29,9 +29,8 @@ if TYPE_CHECKING:
         build_cached_dspark_dataloader,
         read_target_weight_modules,
     )
-    from dspark_store.format.damage import DamagedStoreError
+    from dspark_store.format.damage import DamagedStoreError, Part, Problem
     from dspark_store.format.manifest import build_cache_manifest
-    from dspark_store.format.problem import Part, Problem
     from dspark_store.readers.cache import Cache, open_cache
     from dspark_store.readers.loader import CacheLoader
     from dspark_store.readers.verify import verify_store
@@ -74,8 +73,8 @@ _MODULES = {
     "CacheLoader": "readers.loader",
     "CachedDSparkDataset": "compat.dataset",
     "DamagedStoreError": "format.damage",
-    "Part": "format.problem",
-    "Problem": "format.problem",
+    "Part": "format.damage",
+    "Problem": "format.damage",
     "TargetWeights": "readers.weights",
     "build_cache_manifest": "format.manifest",
     "build_cached_dspark_dataloader": "compat.dataset",

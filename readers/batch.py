@@ -27,8 +27,8 @@ from dspark_store.readers.plan import (
     padded_spans,
     plan_spans,
 )
-from dspark_store.readers.shapes import state_view
-from dspark_store.readers.workers import ReadThreads
+from dspark_store.readers.tensors import state_view
+from dspark_store.readers.threads import ReadThreads
 
 _READ_BYTES = 16 * 1024 * 1024
 

@@ -24,9 +24,9 @@ from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import SampleSpan, padded_spans
-from dspark_store.readers.shapes import Layout, batch_shape, batch_tensor
+from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor
+from dspark_store.readers.threads import DEFAULT_THREADS
 from dspark_store.readers.weights import TargetWeights, read_weights
-from dspark_store.readers.workers import DEFAULT_THREADS
 
 if TYPE_CHECKING:
     import dask.array as da

@@ -17,8 +17,8 @@ from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import ObjectReader, Storage
-from dspark_store.readers.forks import ProcessLock
 from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs, chunk_bounds
+from dspark_store.readers.threads import ForkSafeLock
 
 DEFAULT_OPEN_OBJECTS = 256
 _WINDOW_BYTES = 1024 * 1024
@@ -59,7 +59,7 @@ class ObjectPool[Name: Hashable]:
     def __init__(self, limit: int = DEFAULT_OPEN_OBJECTS) -> None:
         self._limit = limit
         self._objects: OrderedDict[Name, OpenObject] = OrderedDict()
-        self._lock = ProcessLock()
+        self._lock = ForkSafeLock()
 
     def get(self, name: Name, opening: Callable[[Name], OpenObject]) -> OpenObject:
         """Return an object, which ``opening`` opens and checks when it is first asked for.

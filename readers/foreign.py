@@ -35,7 +35,7 @@ from dspark_store.format.jsonvalue import JsonFields, JsonValue, parse_json, sho
 from dspark_store.format.metadata import node_key
 from dspark_store.format.schema import IDS, LAYERS, MASK, MOST_CHUNK_BYTES, MOST_CHUNKS, StoreSchema
 from dspark_store.format.storage import LocalObject, LocalStorage, Storage
-from dspark_store.readers.forks import ProcessLock
+from dspark_store.readers.threads import ForkSafeLock
 
 type _Decode = Callable[[bytes, int], bytes]
 
@@ -68,7 +68,7 @@ class ForeignColumn:
         self._storage = storage
         self._column = column
         self._schema = schema
-        self._lock = ProcessLock()
+        self._lock = ForkSafeLock()
         self._array: zarr.Array[Any] | None = None
 
     def fetch(self, sample: int, slot: int, start: int, stop: int, out: np.ndarray) -> None:

@@ -9,20 +9,18 @@ from typing import Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dspark_store.format.schema import COLUMNS
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.choice import Side, Split, choose_samples
-from dspark_store.readers.device import DeviceCopy
 from dspark_store.readers.epoch import BatchRequest, Epoch, EpochPlanner, PackedEpoch, Shape
-from dspark_store.readers.memory import BatchMemory
 from dspark_store.readers.order import EndRule, LoaderState
 from dspark_store.readers.packing import LongPolicy
-from dspark_store.readers.prefetch import Ahead, Prefetcher
-from dspark_store.readers.ranks import resolve_ranks
-from dspark_store.readers.shapes import Layout
+from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout
+from dspark_store.readers.threads import Ahead, Prefetcher
 
 type Batch = dict[str, torch.Tensor]
 
@@ -267,3 +265,23 @@ class CacheLoader(IterableDataset[Batch]):
         self.cache.read_spans(request.spans, self._slots, batch)
         batch |= {name: torch.from_numpy(values) for name, values in request.fields.items()}
         return self._copy(batch)
+
+
+def resolve_ranks(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return (rank, size): as given; else of a one-dimensional device mesh; else of the default process group, if any.
+
+    ValueError when only one of the two is given, the rank is outside the size, or the mesh has several dimensions.
+    """
+    if (dp_rank is None) != (dp_size is None):
+        raise ValueError(f"give dp_rank and dp_size together, got {dp_rank} and {dp_size}")
+    if dp_rank is not None and dp_size is not None:
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank {dp_rank} is outside the {dp_size} ranks")
+        return dp_rank, dp_size
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names}: give the data-parallel one, mesh['dp']")
+        return mesh.get_local_rank(), mesh.size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -11,7 +11,7 @@ from dspark_store.cli.precompute import add_arguments as add_precompute_argument
 from dspark_store.cli.precompute import config_of
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.format.volumes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
 from dspark_store.inspection.estimate.estimation import TABLES, Bytes, Part, StoreEstimate
 from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, forecast_job, forecast_store
 from dspark_store.precompute.settings import settings

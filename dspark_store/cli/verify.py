@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.metadata import ROOT_KEY
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
 from dspark_store.progress import Progress, start_progress

@@ -25,7 +25,7 @@ from dspark_store.format.schema import (
     metadata_bytes,
 )
 from dspark_store.format.shard import ObjectLabel, Place, tail_bytes
-from dspark_store.format.volumes import distinct_objects
+from dspark_store.format.sizes import distinct_objects
 
 _DIGEST = "0" * 32
 _HEAD_FACTS = ("head_bias", "logit_scale", "final_logit_softcapping", "embedding_scale", "tied")

@@ -12,8 +12,8 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import CopiedFrom, StoreRecord, identity_digest
 from dspark_store.format.metadata import has_store, read_record
 from dspark_store.format.schema import EMBED, HEAD, TOKEN_OBJECTS, StoreSchema
+from dspark_store.format.sizes import Volume, distinct_states, ragged_bytes
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.volumes import Volume, distinct_states, ragged_bytes
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.readers.cache import Cache

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import LAST
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute

@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_store.format.ledger import counted_objects
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS, StoreSchema
-from dspark_store.format.volumes import padded_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import padded_bytes, ragged_rows_bytes
 
 _TOKEN_BYTES = {IDS: 4, MASK: 1}
 

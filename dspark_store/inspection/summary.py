@@ -12,8 +12,8 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Phase, StoreRecord
 from dspark_store.format.metadata import Nodes, read_metadata, read_record, record_nodes
 from dspark_store.format.schema import COLUMNS, StoreSchema
+from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.volumes import Volume
 from dspark_store.inspection.other_files import FileGroup, files_beside
 from dspark_store.inspection.sample_counts import (
     LedgerRows,
@@ -37,7 +37,7 @@ from dspark_store.inspection.sizes import (
     total_size,
 )
 from dspark_store.precompute.estimate import stored_range
-from dspark_store.readers.checks.listing import Links, find_links
+from dspark_store.readers.checks.strays import Links, find_links
 from dspark_store.readers.index import StoreIndex
 from dspark_store.writers.lock import LockHolder, read_holder
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dspark_store.format.damage import Problem
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.problem import Problem
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.shardwise import map_shards
-from dspark_store.readers.checks.listing import Links, find_links
+from dspark_store.readers.checks.strays import Links, find_links
 from dspark_store.readers.verify import survey_store
 
 _RANGES = 8

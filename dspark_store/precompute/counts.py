@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.volumes import Volume
+from dspark_store.format.sizes import Volume
 from dspark_store.precompute.capture import CaptureReport
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.precompute.world import World

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
-from dspark_store.format.volumes import Volume, distinct_states, padded_bytes, ragged_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import Volume, distinct_states, padded_bytes, ragged_bytes, ragged_rows_bytes
 from dspark_store.text import size_text, time_text
 
 COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {

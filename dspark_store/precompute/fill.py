@@ -21,8 +21,8 @@ from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
+from dspark_store.format.sizes import Volume, weight_bytes
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.volumes import Volume, weight_bytes
 from dspark_store.precompute.board import LeaseError, longest_first
 from dspark_store.precompute.capture import (
     CaptureContext,

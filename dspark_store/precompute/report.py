@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import distinct_bytes
-from dspark_store.format.volumes import padded_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.capture import CaptureReport
 from dspark_store.precompute.refusals import source_reports
 from dspark_store.precompute.undo import UnsupervisedError

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.volumes import Volume
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import estimate_lines, recorded_rate
 from dspark_store.precompute.fill import fill_store

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dspark_store.cli.main import main
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, record_nodes
 from dspark_store.format.schema import (

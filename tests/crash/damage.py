@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dspark_store import open_cache
-from dspark_store.format.problem import Problem
+from dspark_store.format.damage import Problem
 from dspark_store.format.schema import COLUMNS, IDS, MASK
 from dspark_store.format.shard import read_tail
 from dspark_store.readers.cache import Cache

@@ -3,7 +3,7 @@
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
-from dspark_store.format.volumes import (
+from dspark_store.format.sizes import (
     Volume,
     distinct_states,
     padded_bytes,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from distributed import LocalCluster
 
+from dspark_store.format.damage import Part, Problem
 from dspark_store.format.metadata import COPY_KEY, write_metadata
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, ranges_text, verify

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
 from dspark_store.format.schema import StoreSchema
-from dspark_store.format.volumes import Volume, ragged_bytes
+from dspark_store.format.sizes import Volume, ragged_bytes
 from dspark_store.precompute.estimate import estimate_lines, refuse_full_disk, stored_range
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.readers.blocks import BlockPool
+from dspark_store.readers.tensors import BlockPool
 
 KIB = 1024
 BLOCK = 64 * KIB

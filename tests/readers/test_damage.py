@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dspark_store import DamagedStoreError, open_cache, verify_store
-from dspark_store.format.ledger import pack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import IDS, LAST
 from dspark_store.format.shard import read_tail

@@ -23,8 +23,7 @@ from dspark_store.format.schema import IDS, LAST, LAYERS
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalObject, LocalStorage, ObjectReader
 from dspark_store.readers.fetch import open_chunks
-from dspark_store.readers.forks import ProcessLock
-from dspark_store.readers.workers import ReadThreads
+from dspark_store.readers.threads import ForkSafeLock, ReadThreads
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
 
 FORKED = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
@@ -202,9 +201,9 @@ def test_without_checks_a_flipped_value_comes_through(layout: str, tmp_path: Pat
 
 
 @pytest.fixture
-def held_lock() -> Iterator[ProcessLock]:
+def held_lock() -> Iterator[ForkSafeLock]:
     """A lock that another thread holds."""
-    lock, release, held = ProcessLock(), threading.Event(), threading.Event()
+    lock, release, held = ForkSafeLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock:
@@ -233,7 +232,7 @@ def exit_code_of_fork(check: Callable[[], bool]) -> int:
 
 
 @FORKED
-def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ProcessLock) -> None:
+def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ForkSafeLock) -> None:
     def takes_it() -> bool:
         with held_lock:
             return True

@@ -19,7 +19,7 @@ from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.schema import LAYERS
 from dspark_store.format.storage import LocalObject, LocalStorage
 from dspark_store.readers.fetch import Fetcher
-from dspark_store.readers.memory import BatchMemory
+from dspark_store.readers.tensors import BatchMemory
 from tests.stores import BuiltStore, build_store, flip
 
 LENGTHS = (20, 7, 13, 8, 3, 9, 16, 20, 17)

@@ -43,11 +43,12 @@ def test_a_slow_consumer_finds_no_more_than_was_allowed_ahead(store: Path) -> No
 
 def test_open_files_stay_under_the_bound_over_many_shards(tmp_path: Path) -> None:
     write_store(tmp_path, shards=100, rows=1, seq_length=4, width=8, layers=1)
+    gc.collect()
     before = open_files()
     most = measure_files(tmp_path, open_objects=16)["open_files"]
     assert 8 <= most <= 16
     gc.collect()
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_an_epochs_order_takes_a_few_words_a_sample() -> None:

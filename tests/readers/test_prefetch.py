@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dspark_store.readers.prefetch import Ahead, Prefetcher
+from dspark_store.readers.threads import Ahead, Prefetcher
 
 
 def prefetching() -> list[threading.Thread]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dspark_store.readers.ranks import resolve_ranks
+from dspark_store.readers.loader import resolve_ranks
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_store.format.codecs import EncodedChunk
-from dspark_store.writers.buffers import BufferPool
-from dspark_store.writers.pipeline import EncodePipeline
+from dspark_store.writers.pipeline import BufferPool, EncodePipeline
 
 
 def chunk(number):

@@ -11,7 +11,7 @@ from dspark_store.format.bookkeeping import Bookkeeping, bookkeeping
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
-from dspark_store.format.volumes import distinct_objects, weight_bytes
+from dspark_store.format.sizes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
 from dspark_store.inspection.estimate.measurement import Measurement, Variant
 from dspark_store.precompute.estimate import COMPRESSION

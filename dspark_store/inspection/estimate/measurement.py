@@ -16,7 +16,7 @@ from dspark_store.format.codecs import CODEC_PRESETS, state_chain
 from dspark_store.format.dtypes import bits_tensor, cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.schema import ID_FILL, IDS, LAST, LAYERS, MASK, MASK_FILL, StoreSchema
-from dspark_store.format.volumes import distinct_objects
+from dspark_store.format.sizes import distinct_objects
 from dspark_store.inspection.estimate.corpus import Row
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache

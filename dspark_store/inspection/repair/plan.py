@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit
+from dspark_store.format.damage import Part, Problem
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.repair.ledgers import mend_ledgers, mend_status
@@ -20,10 +20,10 @@ from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, m
 from dspark_store.inspection.repair.state import Mending, sweep, uncommit
 from dspark_store.inspection.repair.tokens import mend_token_index, mend_token_phase
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.readers.checks.arrays import check_weights
-from dspark_store.readers.checks.listing import check_strays, is_object_name
-from dspark_store.readers.checks.shard import ShardCheck, open_view
-from dspark_store.readers.checks.view import StoreView
+from dspark_store.readers.checks.array_check import check_weights
+from dspark_store.readers.checks.findings import StoreView
+from dspark_store.readers.checks.strays import check_strays, is_object_name
+from dspark_store.readers.verify import ShardCheck, open_view
 from dspark_store.writers.lock import STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder
 
 _WAIT = "wait for it, or end it"

@@ -14,7 +14,7 @@ from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS, StoreSchema
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, SealedRoot, mend_metadata
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.readers.checks.listing import is_object_name
+from dspark_store.readers.checks.strays import is_object_name
 from dspark_store.writers.recovery import sweep_uncommitted
 
 _TABLES = (EMBED, HEAD, HEAD_BIAS)

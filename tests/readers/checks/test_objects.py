@@ -9,7 +9,7 @@ from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.checks.objects import open_checked
+from dspark_store.readers.checks.object_check import open_checked
 
 GRID = ShardGrid(3, 3, 8, 4)
 PLACE = Place("x", 0, None, 0)

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from dspark_store.format.problem import Part
+from dspark_store.format.damage import Part
 from dspark_store.format.schema import STATE_LEDGER
 from dspark_store.format.shard import ObjectRecord
-from dspark_store.readers.checks.findings import Findings
-from dspark_store.readers.checks.rows import TABLE_KEY, LedgerRow
+from dspark_store.readers.checks.findings import TABLE_KEY, Findings, LedgerRow
 
 RIGHT, WRONG, OTHER = ObjectRecord(10, 1), ObjectRecord(10, 2), ObjectRecord(11, 3)
 KEY = "ledger/states/c.0.0.0"

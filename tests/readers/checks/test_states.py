@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark_store.format.problem import Part
+from dspark_store.format.damage import Part
 from dspark_store.format.schema import LAST, LAYERS, STATE_LEDGER
 from dspark_store.format.shard import ObjectLabel
 from dspark_store.readers.cache import open_cache

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from dspark_store.format.damage import Part, Problem
 from dspark_store.format.jsonvalue import JsonValue, canonical_json, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
 from dspark_store.format.metadata import (
@@ -19,7 +20,6 @@ from dspark_store.format.metadata import (
     root_attributes,
     sealed_nodes,
 )
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
 from dspark_store.format.storage import Storage
 

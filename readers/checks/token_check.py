@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, Part
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected
-from dspark_store.format.problem import Part
 from dspark_store.format.schema import (
     IDS,
     INDEX_DIGEST,
@@ -25,11 +24,9 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.shard import Place
 from dspark_store.format.token_shards import TOKEN_VALUES, sample_digest, shard_digest, sources_key, sources_place
-from dspark_store.readers.checks.arrays import told
-from dspark_store.readers.checks.findings import Findings
-from dspark_store.readers.checks.objects import OpenedObject, open_checked
-from dspark_store.readers.checks.rows import LedgerRow
-from dspark_store.readers.checks.view import StoreView
+from dspark_store.readers.checks.array_check import describe_error
+from dspark_store.readers.checks.findings import Findings, LedgerRow, StoreView
+from dspark_store.readers.checks.object_check import OpenedObject, open_checked
 
 _INDEX_KEYS = {
     INDEX_LENGTH: f"{INDEX_LENGTH}/c.0",
@@ -88,7 +85,7 @@ def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findin
             view.storage, key, view.schema.tokens, expected, len(findings.samples), ledger.sizes(position)
         )
     except (OSError, DamagedStoreError) as error:
-        findings.add(Part.TOKENS, key, told(error, key))
+        findings.add(Part.TOKENS, key, describe_error(error, key))
     if not ledger.settle(TOKEN_OBJECTS[position], position, None if stored is None else stored.tail.record):
         findings.add(Part.TOKENS, key, "is not the one in the ledger")
         return None
@@ -118,7 +115,7 @@ def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: F
             elif row < count:
                 values[row] = out[:length].copy()  # a view would keep all of the row, however short
     except (OSError, DamagedStoreError) as error:
-        findings.add(Part.TOKENS, stored.key, told(error, stored.key))
+        findings.add(Part.TOKENS, stored.key, describe_error(error, stored.key))
         return {}
     findings.add_rows(Part.TOKENS, stored.key, messages)
     return values
@@ -205,7 +202,7 @@ def check_sources(view: StoreView, tokens: KnownTokens, findings: Findings) -> N
         if not stored.tail.present.all():
             raise DamagedStoreError("lacks its chunk")
     except (OSError, DamagedStoreError) as error:
-        findings.add(Part.SHARD_SOURCES, key, told(error, key))
+        findings.add(Part.SHARD_SOURCES, key, describe_error(error, key))
         return
     if view.quick:
         return

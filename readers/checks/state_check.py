@@ -8,18 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.codecs import CRC_BYTES, Plain
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, Part
 from dspark_store.format.dtypes import all_finite
 from dspark_store.format.objects import Expected
-from dspark_store.format.problem import Part
 from dspark_store.format.schema import INDEX_STATUS, LAST, StateObject, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.readers.checks.arrays import told
-from dspark_store.readers.checks.findings import Findings
-from dspark_store.readers.checks.objects import OpenedObject, decoding_buffer, open_checked
-from dspark_store.readers.checks.rows import LedgerRow
-from dspark_store.readers.checks.tokens import KnownTokens
-from dspark_store.readers.checks.view import StoreView
+from dspark_store.readers.checks.array_check import describe_error
+from dspark_store.readers.checks.findings import Findings, LedgerRow, StoreView
+from dspark_store.readers.checks.object_check import OpenedObject, decoding_buffer, open_checked
+from dspark_store.readers.checks.token_check import KnownTokens
 
 _STATUS_KEY = f"{INDEX_STATUS}/c.0"
 
@@ -71,7 +68,7 @@ def _open(
             view.storage, key, view.schema.states, expected, len(findings.samples), ledger.sizes(position)
         )
     except (OSError, DamagedStoreError) as error:
-        findings.add(Part.STATES, key, told(error, key))
+        findings.add(Part.STATES, key, describe_error(error, key))
     if not ledger.settle(item.name, position, None if stored is None else stored.tail.record):
         findings.add(Part.STATES, key, "is not the one in the ledger")
         return None
@@ -106,7 +103,7 @@ def _check_object(
         try:
             _check_chunks(view.schema, stored, lengths, messages, nonfinite)
         except (OSError, DamagedStoreError) as error:
-            messages |= {row: told(error, stored.key) for row in range(count) if row not in messages}
+            messages |= {row: describe_error(error, stored.key) for row in range(count) if row not in messages}
     stray = {row for row in messages if row >= count}
     for key in keys:
         findings.add_rows(Part.STATES, key, {row: text for row, text in messages.items() if row < count})

@@ -10,10 +10,9 @@ import numpy as np
 from crc32c import crc32c
 
 from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit, unpack_array
-from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import (
     INDEX_LENGTH,
     INDEX_SOURCE,
@@ -50,7 +49,7 @@ def check_index(storage: Storage, record: StoreRecord) -> CheckedIndex:
             stored = storage.read(key, object_limit(spec))
             arrays[path] = unpack_array(stored, spec.data_type, spec.shape, key)
         except (OSError, DamagedStoreError) as error:
-            problems.append(Problem(Part.INDEX, key, None, (), told(error, key)))
+            problems.append(Problem(Part.INDEX, key, None, (), describe_error(error, key)))
             continue
         if hashlib.blake2b(stored, digest_size=DIGEST_BYTES).hexdigest() == record.checksums.get(path):
             sealed.add(path)
@@ -95,7 +94,7 @@ def check_weights(storage: Storage, record: StoreRecord) -> list[Problem]:
                     raise DamagedStoreError("fails its checksum")
                 state.update(stored)
             except (OSError, DamagedStoreError) as error:
-                damaged.append(Problem(Part.WEIGHTS, key, None, (), told(error, key)))
+                damaged.append(Problem(Part.WEIGHTS, key, None, (), describe_error(error, key)))
         if not damaged and state.hexdigest() != record.checksums.get(path):
             damaged.append(Problem(Part.WEIGHTS, array_keys(path, spec)[0], None, (), _NOT_SEALED))
         problems += damaged
@@ -113,7 +112,7 @@ def check_promises(problems: list[Problem]) -> Iterator[Problem]:
         yield Problem(Part.ROOT, ROOT_KEY, None, (), message)
 
 
-def told(error: Exception, key: str) -> str:
+def describe_error(error: Exception, key: str) -> str:
     """Return what an error says of an object, without its key."""
     if isinstance(error, FileNotFoundError):
         return "is missing"

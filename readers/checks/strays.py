@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from dspark_store.format.arrays import array_keys
+from dspark_store.format.damage import Part, Problem
 from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
-from dspark_store.format.problem import Part, Problem
 from dspark_store.format.schema import (
     COLUMNS,
     IDS,
@@ -24,7 +24,7 @@ from dspark_store.format.schema import (
     object_key,
 )
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.readers.checks.view import StoreView
+from dspark_store.readers.checks.findings import StoreView
 
 _NUMBERS = re.compile(r"c((?:\.(?:0|[1-9]\d*))+)")
 

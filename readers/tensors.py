@@ -1,0 +1,254 @@
+"""The tensors of a batch: their shapes, the memory they share, and their way to a device."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import numpy as np
+import torch
+
+from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
+
+type Layout = Literal["flat", "stacked"]
+"""Of ``target_hidden_states``: "flat" is (B, S, K*H), "stacked" (B, K, S, H), in which chunks land in one piece."""
+
+
+def batch_shape(
+    schema: StoreSchema, column: str, batch: int, layers: int, length: int, layout: Layout
+) -> tuple[int, ...]:
+    """Return the shape of a column of a batch of ``length`` positions; ValueError for an unknown layout."""
+    if layout not in ("flat", "stacked"):
+        raise ValueError(f"the layout is {layout!r}; choose from flat, stacked")
+    width = schema.hidden_size
+    if column in (IDS, MASK):
+        return batch, length
+    if column == LAST:
+        return batch, length, width
+    return (batch, layers, length, width) if layout == "stacked" else (batch, length, layers * width)
+
+
+def column_dtype(schema: StoreSchema, column: str) -> torch.dtype:
+    """Return the dtype of a column of a batch."""
+    return torch.int64 if column in (IDS, MASK) else schema.dtype.torch_dtype
+
+
+def batch_tensor(schema: StoreSchema, column: str, shape: tuple[int, ...], given: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor to fill for a column: ``given``, or a new one. ValueError when the given one does not fit."""
+    dtype = column_dtype(schema, column)
+    if given is None:
+        return torch.empty(shape, dtype=dtype)
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
+        raise ValueError(f"out[{column!r}] must be {shape} {dtype} on the CPU, got {tuple(given.shape)} {given.dtype}")
+    if _overlaps_itself(given):
+        raise ValueError(
+            f"out[{column!r}] keeps several elements in the same memory (strides {given.stride()}), as an expanded "
+            "tensor does: give one whose elements are apart, such as a clone"
+        )
+    return given
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += stride * (size - 1)
+    return False
+
+
+def state_view(column: str, target: torch.Tensor, schema: StoreSchema) -> np.ndarray:
+    """View a state tensor as stored values, (B, K, positions, H), whatever its layout."""
+    if column == LAST:
+        target = target.unsqueeze(1)
+    elif target.ndim == 3:
+        width = schema.hidden_size
+        target = target.view(*target.shape[:2], target.shape[2] // width, width).transpose(1, 2)
+    bits = target.view(torch.int16 if target.dtype.itemsize == 2 else torch.int32).numpy()
+    return bits.view(schema.dtype.stored)
+
+
+_LEAST_BYTES = 4096
+
+
+class BlockPool:
+    """Leases blocks of bytes, pinned where there is CUDA.
+
+    A lease is a plain tensor. When the last tensor over its storage is gone, views of it included, the block returns to
+    the pool; a consumer that keeps its batches keeps their blocks, and nothing is ever overwritten under it. Leased and
+    free blocks take at most ``limit_bytes`` together, unless the leased ones alone take more; the free blocks of the
+    size that was not asked for the longest are given up first. One thread leases; blocks return from any.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._returned: deque[torch.Tensor] = deque()
+        self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
+        self._bytes = 0
+        self._pin = torch.cuda.is_available()
+        self._closed = False
+
+    @staticmethod
+    def block_bytes(nbytes: int) -> int:
+        """Return the size of the block that a lease of ``nbytes`` takes.
+
+        Sizes are eighths of a power of two apart, so that batches of about one size share their blocks, and a block is
+        larger than was asked for by an eighth at most (or is 4 KiB).
+        """
+        if nbytes <= _LEAST_BYTES:
+            return _LEAST_BYTES
+        step = 1 << (nbytes - 1).bit_length() - 4
+        return -(-nbytes // step) * step
+
+    def lease(self, nbytes: int) -> torch.Tensor:
+        """Return a block of at least ``nbytes`` bytes, uint8, of any content."""
+        size = self.block_bytes(nbytes)
+        self._collect()
+        same = self._free.get(size)
+        if same:
+            block = same.pop()
+            self._free.move_to_end(size)
+        else:
+            self._trim(self._limit - size)
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self._pin else _mapped(size)
+            self._bytes += size
+        array = block.numpy()
+        # from_numpy holds this very array object as long as the storage lives; a deque's append needs no lock, so that
+        # the finalizer may run at any point, in any thread.
+        weakref.finalize(array, self._give_back, block).atexit = False
+        return torch.from_numpy(array)
+
+    def close(self) -> None:
+        """Give the free blocks up; leased ones go when their tensors do."""
+        self._closed = True
+        self._returned.clear()
+        self._free.clear()
+
+    def _collect(self) -> None:
+        """Take stock of what came back since the last lease."""
+        for _ in range(len(self._returned)):
+            block = self._returned.popleft()
+            self._free.setdefault(block.numel(), []).append(block)
+        self._trim(self._limit)
+
+    def _trim(self, limit: int) -> None:
+        """Give free blocks up until all blocks take at most ``limit`` bytes, or none is free."""
+        while self._bytes > limit and self._free:
+            size, blocks = next(iter(self._free.items()))
+            if blocks:
+                blocks.pop()
+                self._bytes -= size
+            else:
+                del self._free[size]
+
+    def _give_back(self, block: torch.Tensor) -> None:
+        if not self._closed:
+            self._returned.append(block)
+
+
+def _mapped(nbytes: int) -> torch.Tensor:
+    """Return memory straight from the system, in huge pages where it has them, which goes back there when freed.
+
+    An allocator would keep a freed block for later, and map it in small pages.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+_ALIGNMENT = 64
+
+
+class BatchMemory:
+    """Gives out the tensors of batches: the chosen ``columns``, with ``layers`` captured layers in a ``layout``."""
+
+    def __init__(self, schema: StoreSchema, columns: Sequence[str], layers: int, layout: Layout) -> None:
+        self._schema = schema
+        self._columns = tuple(columns)
+        self._layers = layers
+        self._layout: Layout = layout
+        self._blocks = BlockPool(0)
+        self._tensors(0, 0)  # refuses an unknown layout
+
+    def open(self, limit_bytes: int) -> None:
+        """Start over with a pool of blocks that takes at most ``limit_bytes``; see `BlockPool`."""
+        self._blocks.close()
+        self._blocks = BlockPool(limit_bytes)
+
+    def close(self) -> None:
+        """Let go of the blocks that no batch uses."""
+        self._blocks.close()
+
+    def nbytes(self, rows: int, length: int) -> int:
+        """Return the memory that a batch of ``rows`` rows of ``length`` positions takes."""
+        return BlockPool.block_bytes(sum(_padded(nbytes) for _, _, nbytes in self._tensors(rows, length)))
+
+    def lease(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a batch, of any content. Their block is used again once none of them is left."""
+        block = self._blocks.lease(self.nbytes(rows, length))
+        batch: dict[str, torch.Tensor] = {}
+        offset = 0
+        for column, shape, nbytes in self._tensors(rows, length):
+            batch[column] = block[offset : offset + nbytes].view(column_dtype(self._schema, column)).view(shape)
+            offset += _padded(nbytes)
+        return batch
+
+    def _tensors(self, rows: int, length: int) -> list[tuple[str, tuple[int, ...], int]]:
+        tensors = []
+        for column in self._columns:
+            shape = batch_shape(self._schema, column, rows, self._layers, length, self._layout)
+            tensors.append((column, shape, math.prod(shape) * column_dtype(self._schema, column).itemsize))
+        return tensors
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class DeviceCopy:
+    """Copies a batch to a CUDA device on a stream of its own; without one it hands the batch on as it is."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # untyped in torch
+
+    @classmethod
+    def to(cls, device: torch.device | str | None) -> Self:
+        """Return the copy for a device; None and the CPU need none. ValueError for another kind of device."""
+        try:
+            wanted = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is unknown: expected cpu, cuda or cuda:N") from error
+        if wanted is None or wanted.type == "cpu":
+            return cls(None)
+        if wanted.type != "cuda":
+            raise ValueError(f"batches are copied to a CUDA device or stay on the CPU, got device {device!r}")
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} is not there: torch sees no CUDA device")
+        return cls(wanted)
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch on the device.
+
+        Runs in the prefetching thread, which waits for its own copy: the pinned block may then be used again, and the
+        consumer finds the batch there.
+        """
+        if self._device is None or self._stream is None:
+            return batch
+        with torch.cuda.stream(self._stream):
+            copied = {name: values.to(self._device, non_blocking=True) for name, values in batch.items()}
+        self._stream.synchronize()
+        return copied
+
+    def receive(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Hand a copied batch to the consumer's stream, so that its memory waits for what is computed there."""
+        if self._device is not None:
+            for values in batch.values():
+                values.record_stream(torch.cuda.current_stream(self._device))
+        return batch
