@@ -13,9 +13,8 @@ from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.inspection.stats.figures import Figures
-from dspark_store.inspection.stats.report import DEFAULT_OUTLIER_FACTOR, Decode, Rules, measure_store
-from dspark_store.inspection.stats.stats_page import render_page
+from dspark_store.inspection.stats.figures import Decode
+from dspark_store.inspection.stats.report import DEFAULT_OUTLIER_FACTOR, Rules, measure_store, summary_lines
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.undo import new_folders_undone
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Write the two files and print where they are; return 0, or 1 when the store is damaged."""
+    """Write both files and print where they are; return 0, or 1 when the store is damaged."""
     rules = Rules(_selection(given), given.outlier_factor)
     workers = workers_of(given)
     store = Path(given.store).absolute()  # the workers of a cluster may have been started elsewhere
@@ -58,10 +57,26 @@ def run(given: argparse.Namespace) -> int:
     except DamagedStoreError as error:
         say_error(f"{error}; dspark-store verify lists all that is wrong")
         return DAMAGED
-    _write(output / JSON_NAME, json.dumps(statistics, indent=1, allow_nan=False) + "\n")
-    _write(output / PAGE_NAME, render_page(statistics))
-    say(*_summary(Figures(statistics)), f"written: {output / JSON_NAME}, {output / PAGE_NAME}")
+    written = [output / JSON_NAME]
+    _write(written[0], json.dumps(statistics, indent=1, allow_nan=False) + "\n")
+    page = _page(statistics)
+    if page is None:
+        (output / PAGE_NAME).unlink(missing_ok=True)  # it would be of another pass
+    else:
+        written.append(output / PAGE_NAME)
+        _write(written[1], page)
+    say(*summary_lines(statistics), f"written: {', '.join(map(str, written))}")
     return 0
+
+
+def _page(statistics: Mapping[str, JsonValue]) -> str | None:
+    """Return the page; None, with a line that says what it needs, where matplotlib is missing."""
+    try:
+        from dspark_store.inspection.stats.page import render_page
+    except ImportError:
+        say(f"{PAGE_NAME} needs the package matplotlib: pip install 'dspark-store[plot]'", out=sys.stderr)
+        return None
+    return render_page(statistics)
 
 
 def _selection(given: argparse.Namespace) -> Selection:
@@ -117,23 +132,3 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # nobody can have put a link there
     partial.write_text(text, encoding="utf-8", errors="replace")
     partial.replace(path)
-
-
-def _summary(figures: Figures) -> list[str]:
-    """Return a few lines with the most important figures."""
-    share = figures.text("supervision.share", "percent")
-    counts = f"{figures.text('lengths.samples')} samples, {figures.text('lengths.tokens')} tokens, {share} supervised"
-    lines = [f"{counts}, {figures.text('vocabulary.all.used')} token ids used"]
-    if figures.value("store.phase") != "complete":
-        captured, shards = figures.text("store.captured_shards"), figures.text("store.shards")
-        lines.append(f"growing: the states of {captured} of {shards} shards are captured")
-    paths = [(f"layer {figures.text(f'layers.{at}.layer_id')}", f"layers.{at}") for at in figures.places("layers")]
-    last = figures.value("last_hidden_states")
-    if isinstance(last, Mapping) and last["same_objects_as_layer"] is None:
-        paths.append(("last hidden states", "last_hidden_states"))
-    return lines + [
-        f"{label}: norm {figures.text(f'{path}.norm.mean')} (median {figures.text(f'{path}.norm.quantiles.p50')}), "
-        f"{figures.text(f'{path}.channels.outliers.count')} outlier channels, "
-        f"{figures.text(f'{path}.nonfinite.values')} values not finite"
-        for label, path in paths
-    ]

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dspark_store.training.journal import METRICS, Metrics, read_metrics
 
 ENDINGS = (".png", ".svg", ".pdf")
-
-# Okabe and Ito's colours, which people with any colour vision tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-_DPI = 130
 _SIZE = (13.0, 3.8)
 _PANELS = {"loss": "loss", "tau": "tau: tokens a step of the target"}
 
@@ -55,13 +51,24 @@ class Curves:
 
 def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
     """Draw trainings into one figure, in the format that the ending of ``path`` names, which is one of `ENDINGS`."""
+    partial = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        with style.context("dspark_store.plot"):
+            _figure(trainings).savefig(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _figure(trainings: Sequence[Curves]) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
     *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
     by_step[0].set_yscale("log")  # an untrained draft's loss would flatten all the others
     by_step[0].yaxis.set_major_formatter("{x:g}")
     by_step[0].yaxis.set_minor_formatter("{x:g}")
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):
-        for curves, colour in zip(trainings, cycle(_COLOURS), strict=False):
+        for number, curves in enumerate(trainings):
+            colour = f"C{number}"
             if curves.training:
                 points = _points(curves.training, name)
                 axes.plot(*points, color=colour, alpha=0.45, label=f"{curves.name}, training")
@@ -69,19 +76,13 @@ def draw_curves(trainings: Sequence[Curves], path: Path) -> None:
                 points = _points(curves.validations, name)
                 axes.plot(*points, color=colour, marker="o", label=f"{curves.name}, validation")
         _finish(axes, title, "step")
-    for curves, colour in zip(trainings, cycle(_COLOURS), strict=False):
+    for curves in trainings:
         step, accepted = curves.acceptance
-        label = f"{curves.name}, step {step}"
-        by_slot.plot(range(1, len(accepted) + 1), accepted, color=colour, marker="o", label=label)
+        by_slot.plot(range(1, len(accepted) + 1), accepted, marker="o", label=f"{curves.name}, step {step}")
     by_slot.set_ylim(bottom=0)
     by_slot.locator_params(axis="x", integer=True)
     _finish(by_slot, "acceptance by place in the block", "place")
-    partial = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=_DPI)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return figure
 
 
 def _points(lines: Sequence[Metrics], name: str) -> tuple[list[int], list[float]]:
@@ -91,7 +92,6 @@ def _points(lines: Sequence[Metrics], name: str) -> tuple[list[int], list[float]
 
 
 def _finish(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title)
     axes.set_xlabel(below)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8).set_in_layout(False)  # long names of directories would squeeze the axes to nothing
+    axes.legend().set_in_layout(False)  # long names of directories would squeeze the axes to nothing

@@ -1,6 +1,7 @@
 """``dspark-store stats``: what it writes, where, and what it says of a store that it cannot read."""
 
 import json
+import sys
 
 import pytest
 
@@ -107,6 +108,18 @@ def test_the_targets_tokenizer_is_found_by_itself(tmp_path, capsys):
     assert main(["stats", str(store)]) == 0
     assert "tokens are shown as ids" in capsys.readouterr().err
     assert main(["stats", str(store), "--tokenizer", str(target)]) == 2
+
+
+def test_without_matplotlib_the_figures_are_written_and_a_line_says_what_the_page_needs(store, capsys, monkeypatch):
+    assert main(["stats", str(store)]) == 0
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "dspark_store.inspection.stats.page", raising=False)
+    assert main(["stats", str(store)]) == 0
+    printed = capsys.readouterr()
+    assert "pip install 'dspark-store[plot]'" in printed.err.splitlines()[-1]
+    assert printed.out.splitlines()[-1].endswith("stats.json")
+    output = store.with_name("store-stats")
+    assert [path.name for path in output.iterdir()] == ["stats.json"]
 
 
 def test_an_output_that_cannot_be_made_is_told_of_before_the_pass(store, tmp_path, capsys, monkeypatch):

@@ -1,100 +1,275 @@
-"""The figures on a page: each is looked up in the JSON by its path, and written by one rule."""
+"""The figures of a store's layers, lengths, sources and vocabulary, from its index and its tallies."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
-from markupsafe import Markup
+import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.inspection.stats.tallies import Moments, StateTally, TokenTally, quantile
+from dspark_store.readers.cache import Cache
 
-type Form = Literal["number", "percent", "power", "id", "token"]
+type Summary = Mapping[str, JsonValue]
 
-_VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+QUANTILES = {"p1": 0.01, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+OUTLIERS_NAMED = 16
+_PROFILE_POINTS = 48
+_LENGTH_BINS = 32
+type Decode = Callable[[Sequence[int]], list[str]]
+
+COVERAGE_IDS = (100, 1000, 4000, 8000, 16000, 32000, 64000, 128000)
+"""Sizes of a draft vocabulary of the most frequent ids that are looked at."""
+NEEDED_SHARES = (0.5, 0.9, 0.95, 0.99, 0.999)
+TOP_IDS = 30
+_RANK_POINTS = 64
 
 
-def figure_text(value: JsonValue, form: Form = "number") -> str:
-    """Return how a value is written: whole numbers in full, others with four significant digits, null as a dash.
+def summarise_layer(tally: StateTally, outlier_factor: float) -> Summary:
+    """Return the figures of a layer as JSON; docs/commands/stats.md says what each is.
 
-    "percent" is for shares, "power" for exponents of two, "id" for whole numbers that count nothing, "token" for a
-    token's text, whose white space is shown.
+    A channel is an outlier when its greatest magnitude or its standard deviation is more than ``outlier_factor``
+    times that of the median channel.
     """
-    if value is None:
-        return "–"  # noqa: RUF001 - a dash, no minus
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return _token(value) if form == "token" else value
-    if not isinstance(value, int | float):
-        raise ValueError(f"a figure is a number, a text or null, got {type(value).__name__}")
-    if form == "percent":
-        return "< 0.01 %" if 0 < value < 0.00005 else f"{100 * value:.2f} %"
-    if form == "power":
-        return f"2^{value}"
-    if form == "id":
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else _decimal(value)
+    tokens = tally.norms.count
+    return {
+        "tokens": tokens,
+        "nonfinite": {"values": int(tally.exponents[-1]), "tokens": tally.nonfinite_tokens},
+        "zeros": {"values": tally.zeros, "share": _share(tally.zeros, int(tally.exponents.sum()))},
+        "norm": {
+            **spread(tally.norms),
+            "quantiles": _norm_quantiles(tally),
+            "first_token_mean": tally.first.mean,
+        },
+        "exponents": _exponents(tally.exponents),
+        "channels": _channels(tally, tokens, outlier_factor),
+    }
 
 
-def _decimal(value: float) -> str:
-    if value == 0:
-        return "0"
-    if not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.3e}"
-    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+def spread(moments: Moments) -> Summary:
+    """Return mean, standard deviation, least and greatest, null where there are no numbers."""
+    some = moments.count > 0
+    return {
+        "mean": moments.mean,
+        "std": moments.std,
+        "min": moments.low if some else None,
+        "max": moments.high if some else None,
+    }
 
 
-def _token(text: str) -> str:
-    shown = (_VISIBLE.get(letter, letter) for letter in text)
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in shown)
+def rank_points(count: int, points: int) -> np.ndarray:
+    """Return at most ``points`` ranks from 1 to ``count``, ascending int64, evenly spread on a logarithmic axis."""
+    if count < 1:
+        return np.zeros(0, np.int64)
+    return np.unique(np.geomspace(1, count, points).round().astype(np.int64))
 
 
-class Figures:
-    """The figures of one document of JSON."""
+def _norm_quantiles(tally: StateTally) -> Summary:
+    if not tally.norms.count:
+        return dict.fromkeys(QUANTILES)
+    ends = tally.norms.low, tally.norms.high
+    return {name: quantile(tally.norm_bins, share, *ends) for name, share in QUANTILES.items()}
 
-    def __init__(self, document: Mapping[str, JsonValue]) -> None:
-        self._document = document
 
-    def value(self, path: str) -> JsonValue:
-        """Return what stands at a path such as ``layers.0.norm.mean``; LookupError where nothing does."""
-        value: JsonValue = self._document
-        for step in path.split("."):
-            if isinstance(value, Mapping):
-                value = value[step]
-            elif isinstance(value, Sequence) and not isinstance(value, str):
-                value = value[int(step)]
-            else:
-                raise LookupError(f"there is nothing at {path}")
-        return value
+def _exponents(counts: np.ndarray) -> Summary:
+    """Return the powers of two that normal values lie between, values by power, and the ends of the dtype."""
+    normal = np.flatnonzero(counts[1:-1])
+    bias = len(counts) // 2 - 1
+    first, last = (int(normal[0]) + 1, int(normal[-1]) + 1) if normal.size else (1, 0)
+    return {
+        "min": first - bias if normal.size else None,
+        "max": last - bias if normal.size else None,
+        "least_of_dtype": 1 - bias,
+        "greatest_of_dtype": len(counts) - 2 - bias,
+        "counts": counts[first : last + 1].tolist(),
+    }
 
-    def number(self, path: str) -> float:
-        """Return the number at a path; ValueError where there is another thing."""
-        value = self.value(path)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"there is no number at {path}")
-        return float(value)
 
-    def numbers(self, path: str) -> list[float]:
-        """Return the list of numbers at a path."""
-        return [self.number(f"{path}.{place}") for place in self.places(path)]
+def _channels(tally: StateTally, tokens: int, outlier_factor: float) -> Summary:
+    width = len(tally.channel_sum)
+    count = max(1, tokens)
+    mean = tally.channel_sum / count
+    std = np.sqrt(np.maximum(0.0, tally.channel_square / count - mean * mean))
+    greatest = np.zeros(width)
+    if tokens:
+        greatest = np.maximum(np.abs(tally.channel_low), np.abs(tally.channel_high))
+    energy = np.sort(tally.channel_square)[::-1]
+    ranks = rank_points(width, _PROFILE_POINTS)
+    return {
+        "count": width,
+        "constant": int((tally.channel_low == tally.channel_high).sum()),
+        "energy_share": {
+            "top_1": _energy(energy, 1),
+            "top_10": _energy(energy, min(10, width)),
+            "top_1_percent": _energy(energy, math.ceil(width / 100)),
+        },
+        "rms_by_rank": {"rank": ranks.tolist(), "rms": np.sqrt(energy[ranks - 1] / count).tolist()},
+        "outliers": _outliers(std, greatest, outlier_factor),
+        "mean": mean.tolist(),
+        "std": std.tolist(),
+        "absolute_max": greatest.tolist(),
+    }
 
-    def places(self, path: str) -> range:
-        """Return the places of a list, counted from 0."""
-        values = self.value(path)
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise ValueError(f"there is no list at {path}")
-        return range(len(values))
 
-    def text(self, path: str, form: Form = "number") -> str:
-        """Return the figure at a path as it is written."""
-        return figure_text(self.value(path), form)
+def _outliers(std: np.ndarray, greatest: np.ndarray, factor: float) -> Summary:
+    """Return how many channels stand out, and the strongest of them, by their times of the median channel."""
+    times = [_times_of_median(values) for values in (greatest, std)]
+    found = np.flatnonzero((times[0] > factor) | (times[1] > factor))
+    strongest = found[np.argsort(-np.maximum(*times)[found], kind="stable")][:OUTLIERS_NAMED]
+    return {
+        "count": len(found),
+        "factor": factor,
+        "median_absolute_max": float(np.median(greatest)),
+        "median_std": float(np.median(std)),
+        "strongest": [
+            {
+                "channel": int(channel),
+                "absolute_max": float(greatest[channel]),
+                "absolute_max_times": float(times[0][channel]),
+                "std": float(std[channel]),
+                "std_times": float(times[1][channel]),
+            }
+            for channel in strongest
+        ],
+    }
 
-    def markup(self, path: str, form: Form = "number") -> Markup:
-        """Return the figure at a path as HTML, which names the path and the form and holds the whole value."""
-        exact = json.dumps(self.value(path))
-        return Markup('<data data-json="{}" data-form="{}" value="{}">{}</data>').format(
-            path, form, exact, self.text(path, form)
+
+def _times_of_median(values: np.ndarray) -> np.ndarray:
+    """Return values as multiples of their median, zeros where that is zero and so no measure of anything."""
+    median = float(np.median(values))
+    return values / median if median > 0 else np.zeros_like(values)
+
+
+def _energy(descending: np.ndarray, channels: int) -> float | None:
+    total = float(descending.sum())
+    return float(descending[:channels].sum()) / total if total else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def summarise_lengths(cache: Cache) -> Summary:
+    """Return the figures of all samples' lengths, in tokens, as JSON."""
+    lengths, longest = cache.lengths, cache.schema.seq_length
+    full = int((lengths == longest).sum())
+    return {
+        "samples": len(lengths),
+        **_distribution(lengths),
+        "full": full,
+        "full_share": full / len(lengths) if len(lengths) else None,
+        "histogram": _histogram(lengths, longest),
+    }
+
+
+def summarise_supervision(cache: Cache) -> Summary:
+    """Return the figures of the samples' supervised tokens as JSON."""
+    total, supervised = int(cache.lengths.sum()), cache.supervised
+    return {
+        **_distribution(supervised),
+        "share": int(supervised.sum()) / total if total else None,
+        "samples_without": int((supervised == 0).sum()),
+    }
+
+
+def summarise_sources(cache: Cache) -> list[JsonValue]:
+    """Return the figures of each part of a blend as JSON, nothing for a store of one source."""
+    count, total = len(cache.sources), int(cache.lengths.sum())
+    if not count:
+        return []
+    sums = [np.bincount(cache.source, values, count) for values in (None, cache.lengths, cache.supervised)]
+    figures: list[JsonValue] = []
+    for name, samples, tokens, supervised in zip(cache.sources, *(column.tolist() for column in sums), strict=True):
+        figures.append(
+            {
+                "name": name,
+                "samples": int(samples),
+                "tokens": int(tokens),
+                "token_share": tokens / total if total else None,
+                "mean_length": tokens / samples if samples else None,
+                "supervised": int(supervised),
+                "supervised_share": supervised / tokens if tokens else None,
+            }
         )
+    return figures
+
+
+def _distribution(counts: np.ndarray) -> Summary:
+    some = len(counts) > 0
+    ordered = np.sort(counts)
+    return {
+        "tokens": int(counts.sum()),
+        "mean": float(counts.mean()) if some else None,
+        "std": float(counts.std()) if some else None,
+        "min": int(ordered[0]) if some else None,
+        "max": int(ordered[-1]) if some else None,
+        "quantiles": {
+            name: int(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if some else None
+            for name, share in QUANTILES.items()
+        },
+    }
+
+
+def _histogram(lengths: np.ndarray, longest: int) -> Summary:
+    """Return counts in bins of equal width; a bin is from its edge to below the next, but for the last."""
+    width = math.ceil((longest + 1) / _LENGTH_BINS)
+    bins = math.ceil((longest + 1) / width)
+    counts = np.bincount(lengths // width, minlength=bins)
+    return {"width": width, "starts": [place * width for place in range(bins)], "counts": counts.tolist()}
+
+
+def summarise_vocabulary(tally: TokenTally, size: int | None, decode: Decode | None) -> Summary:
+    """Return the figures of all tokens and of the supervised ones as JSON.
+
+    ``size`` is how many ids the target knows, if that is known; ``decode`` turns ids into their texts.
+    """
+    return {
+        "size": size,
+        "outside": tally.outside,
+        "all": _usage(tally.counts, size, decode),
+        "supervised": _usage(tally.supervised, size, decode),
+    }
+
+
+def _usage(counts: np.ndarray, size: int | None, decode: Decode | None) -> Summary:
+    order = np.argsort(-counts, kind="stable")  # equal counts in the order of their ids
+    ranked = counts[order]
+    used = int(np.count_nonzero(ranked))
+    total = int(ranked.sum())
+    reached = np.cumsum(ranked)
+    ranks = rank_points(used, _RANK_POINTS)
+    return {
+        "tokens": total,
+        "used": used,
+        "share_used": used / size if size else None,
+        "entropy_bits": _entropy(ranked[:used], total),
+        "coverage": [
+            {"ids": ids, "share": int(reached[min(ids, len(reached)) - 1]) / total if total else None}
+            for ids in COVERAGE_IDS
+            if ids < (size or used)
+        ],
+        "needed": [
+            {"share": share, "ids": int(np.searchsorted(reached, share * total, "left")) + 1 if total else None}
+            for share in NEEDED_SHARES
+        ],
+        "top": _top(order[: min(used, TOP_IDS)], ranked, total, decode),
+        "by_rank": {"rank": ranks.tolist(), "count": ranked[ranks - 1].tolist()},
+    }
+
+
+def _top(ids: np.ndarray, ranked: np.ndarray, total: int, decode: Decode | None) -> list[JsonValue]:
+    named: list[int] = ids.tolist()
+    texts: list[str | None] = [*decode(named)] if decode is not None else [None] * len(named)
+    return [
+        {"id": token, "text": text, "count": int(count), "share": int(count) / total}
+        for token, text, count in zip(named, texts, ranked.tolist()[: len(named)], strict=True)
+    ]
+
+
+def _entropy(counts: np.ndarray, total: int) -> float | None:
+    """Return the entropy in bits of the next token without any context; None without tokens."""
+    if not total:
+        return None
+    shares = counts / total
+    return float(-(shares * np.log2(shares)).sum()) + 0.0  # no minus before a zero

@@ -1,30 +1,32 @@
-"""The statistics of a store as JSON: what ``stats.json`` holds and its page shows."""
+"""The statistics of a store as JSON: what ``stats.json`` holds, and how its figures are written."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any, Literal
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.inspection.stats.layer_figures import QUANTILES, Summary, rank_points, spread, summarise_layer
-from dspark_store.inspection.stats.survey import Selection, StatesTally, Survey, survey_store, vocabulary_size
-from dspark_store.inspection.stats.tallies import TokenTally, empty_tokens
+from dspark_store.inspection.stats.figures import (
+    Decode,
+    Summary,
+    spread,
+    summarise_layer,
+    summarise_lengths,
+    summarise_sources,
+    summarise_supervision,
+    summarise_vocabulary,
+)
+from dspark_store.inspection.stats.survey import Selection, StatesTally, StatsSurvey, tally_store, vocabulary_size
+from dspark_store.inspection.stats.tallies import empty_tokens
 from dspark_store.readers.cache import Cache
 
 STATISTICS_VERSION = 1
 DEFAULT_OUTLIER_FACTOR = 10.0
-_BINS = 32
-type Decode = Callable[[Sequence[int]], list[str]]
-
-COVERAGE_IDS = (100, 1000, 4000, 8000, 16000, 32000, 64000, 128000)
-"""Sizes of a draft vocabulary of the most frequent ids that are looked at."""
-NEEDED_SHARES = (0.5, 0.9, 0.95, 0.99, 0.999)
-TOP_IDS = 30
-_RANK_POINTS = 64
+type Form = Literal["number", "percent", "power", "id", "token"]
+_VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,11 @@ def measure_store(
     progress: Callable[[int], None] | None = None,
     decode: Decode | None = None,
 ) -> dict[str, JsonValue]:
-    """Return the statistics of a store as JSON, in one pass; see `survey_store` for what it takes and raises.
+    """Return the statistics of a store as JSON, in one pass; see `tally_store` for what it takes and raises.
 
     They are the same, bit by bit, however many threads or workers there are. ``decode`` turns ids into their texts.
     """
-    survey = survey_store(cache, rules.selection, threads=threads, scheduler=scheduler, progress=progress)
+    survey = tally_store(cache, rules.selection, threads=threads, scheduler=scheduler, progress=progress)
     states = survey.tally.states if survey.tally is not None else None
     tokens = survey.tally.tokens if survey.tally is not None else empty_tokens(None)
     return {
@@ -67,7 +69,7 @@ def measure_store(
     }
 
 
-def _identity(cache: Cache, survey: Survey) -> Summary:
+def _identity(cache: Cache, survey: StatsSurvey) -> Summary:
     schema = cache.schema
     return {
         "path": str(cache.storage),
@@ -86,7 +88,7 @@ def _identity(cache: Cache, survey: Survey) -> Summary:
     }
 
 
-def _extent(survey: Survey, selection: Selection) -> Summary:
+def _extent(survey: StatsSurvey, selection: Selection) -> Summary:
     states = survey.tally.states if survey.tally is not None else None
     return {
         "samples": survey.tally.samples if survey.tally is not None else 0,
@@ -98,7 +100,7 @@ def _extent(survey: Survey, selection: Selection) -> Summary:
     }
 
 
-def _states(cache: Cache, survey: Survey, states: StatesTally | None, factor: float) -> dict[str, JsonValue]:
+def _states(cache: Cache, survey: StatsSurvey, states: StatesTally | None, factor: float) -> dict[str, JsonValue]:
     """Return the figures of the layers, of the last hidden states and of neighbours; empty before any is captured."""
     if states is None:
         return {"layers": [], "last_hidden_states": None, "neighbours": []}
@@ -118,126 +120,59 @@ def _states(cache: Cache, survey: Survey, states: StatesTally | None, factor: fl
     return {"layers": layers, "last_hidden_states": last, "neighbours": neighbours}
 
 
-def summarise_lengths(cache: Cache) -> Summary:
-    """Return the figures of all samples' lengths, in tokens, as JSON."""
-    lengths, longest = cache.lengths, cache.schema.seq_length
-    full = int((lengths == longest).sum())
-    return {
-        "samples": len(lengths),
-        **_distribution(lengths),
-        "full": full,
-        "full_share": full / len(lengths) if len(lengths) else None,
-        "histogram": _histogram(lengths, longest),
-    }
-
-
-def summarise_supervision(cache: Cache) -> Summary:
-    """Return the figures of the samples' supervised tokens as JSON."""
-    total, supervised = int(cache.lengths.sum()), cache.supervised
-    return {
-        **_distribution(supervised),
-        "share": int(supervised.sum()) / total if total else None,
-        "samples_without": int((supervised == 0).sum()),
-    }
-
-
-def summarise_sources(cache: Cache) -> list[JsonValue]:
-    """Return the figures of each part of a blend as JSON, nothing for a store of one source."""
-    count, total = len(cache.sources), int(cache.lengths.sum())
-    if not count:
-        return []
-    sums = [np.bincount(cache.source, values, count) for values in (None, cache.lengths, cache.supervised)]
-    figures: list[JsonValue] = []
-    for name, samples, tokens, supervised in zip(cache.sources, *(column.tolist() for column in sums), strict=True):
-        figures.append(
-            {
-                "name": name,
-                "samples": int(samples),
-                "tokens": int(tokens),
-                "token_share": tokens / total if total else None,
-                "mean_length": tokens / samples if samples else None,
-                "supervised": int(supervised),
-                "supervised_share": supervised / tokens if tokens else None,
-            }
-        )
-    return figures
-
-
-def _distribution(counts: np.ndarray) -> Summary:
-    some = len(counts) > 0
-    ordered = np.sort(counts)
-    return {
-        "tokens": int(counts.sum()),
-        "mean": float(counts.mean()) if some else None,
-        "std": float(counts.std()) if some else None,
-        "min": int(ordered[0]) if some else None,
-        "max": int(ordered[-1]) if some else None,
-        "quantiles": {
-            name: int(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if some else None
-            for name, share in QUANTILES.items()
-        },
-    }
-
-
-def _histogram(lengths: np.ndarray, longest: int) -> Summary:
-    """Return counts in bins of equal width; a bin is from its edge to below the next, but for the last."""
-    width = math.ceil((longest + 1) / _BINS)
-    bins = math.ceil((longest + 1) / width)
-    counts = np.bincount(lengths // width, minlength=bins)
-    return {"width": width, "starts": [place * width for place in range(bins)], "counts": counts.tolist()}
-
-
-def summarise_vocabulary(tally: TokenTally, size: int | None, decode: Decode | None) -> Summary:
-    """Return the figures of all tokens and of the supervised ones as JSON.
-
-    ``size`` is how many ids the target knows, if that is known; ``decode`` turns ids into their texts.
-    """
-    return {
-        "size": size,
-        "outside": tally.outside,
-        "all": _usage(tally.counts, size, decode),
-        "supervised": _usage(tally.supervised, size, decode),
-    }
-
-
-def _usage(counts: np.ndarray, size: int | None, decode: Decode | None) -> Summary:
-    order = np.argsort(-counts, kind="stable")  # equal counts in the order of their ids
-    ranked = counts[order]
-    used = int(np.count_nonzero(ranked))
-    total = int(ranked.sum())
-    reached = np.cumsum(ranked)
-    ranks = rank_points(used, _RANK_POINTS)
-    return {
-        "tokens": total,
-        "used": used,
-        "share_used": used / size if size else None,
-        "entropy_bits": _entropy(ranked[:used], total),
-        "coverage": [
-            {"ids": ids, "share": int(reached[min(ids, len(reached)) - 1]) / total if total else None}
-            for ids in COVERAGE_IDS
-            if ids < (size or used)
-        ],
-        "needed": [
-            {"share": share, "ids": int(np.searchsorted(reached, share * total, "left")) + 1 if total else None}
-            for share in NEEDED_SHARES
-        ],
-        "top": _top(order[: min(used, TOP_IDS)], ranked, total, decode),
-        "by_rank": {"rank": ranks.tolist(), "count": ranked[ranks - 1].tolist()},
-    }
-
-
-def _top(ids: np.ndarray, ranked: np.ndarray, total: int, decode: Decode | None) -> list[JsonValue]:
-    named: list[int] = ids.tolist()
-    texts: list[str | None] = [*decode(named)] if decode is not None else [None] * len(named)
-    return [
-        {"id": token, "text": text, "count": int(count), "share": int(count) / total}
-        for token, text, count in zip(named, texts, ranked.tolist()[: len(named)], strict=True)
+def summary_lines(statistics: Mapping[str, Any]) -> list[str]:
+    """Return a few lines with the most important figures of what `measure_store` returned."""
+    store, lengths, vocabulary = statistics["store"], statistics["lengths"], statistics["vocabulary"]
+    share = figure_text(statistics["supervision"]["share"], "percent")
+    counts = f"{figure_text(lengths['samples'])} samples, {figure_text(lengths['tokens'])} tokens, {share} supervised"
+    lines = [f"{counts}, {figure_text(vocabulary['all']['used'])} token ids used"]
+    if store["phase"] != "complete":
+        captured, shards = figure_text(store["captured_shards"]), figure_text(store["shards"])
+        lines.append(f"growing: the states of {captured} of {shards} shards are captured")
+    states = [(f"layer {layer['layer_id']}", layer) for layer in statistics["layers"]]
+    last = statistics["last_hidden_states"]
+    if last is not None and last["same_objects_as_layer"] is None:
+        states.append(("last hidden states", last))
+    return lines + [
+        f"{label}: norm {figure_text(figures['norm']['mean'])} "
+        f"(median {figure_text(figures['norm']['quantiles']['p50'])}), "
+        f"{figure_text(figures['channels']['outliers']['count'])} outlier channels, "
+        f"{figure_text(figures['nonfinite']['values'])} values not finite"
+        for label, figures in states
     ]
 
 
-def _entropy(counts: np.ndarray, total: int) -> float | None:
-    """Return the entropy in bits of the next token without any context; None without tokens."""
-    if not total:
-        return None
-    shares = counts / total
-    return float(-(shares * np.log2(shares)).sum()) + 0.0  # no minus before a zero
+def figure_text(value: JsonValue, form: Form = "number") -> str:
+    """Return how a value is written: whole numbers in full, others with four significant digits, null as a dash.
+
+    "percent" is for shares, "power" for exponents of two, "id" for whole numbers that count nothing, "token" for a
+    token's text, whose white space is shown.
+    """
+    if value is None:
+        return "–"  # noqa: RUF001 - a dash, no minus
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return _token_text(value) if form == "token" else value
+    if not isinstance(value, int | float):
+        raise ValueError(f"a figure is a number, a text or null, got {type(value).__name__}")
+    if form == "percent":
+        return "< 0.01 %" if 0 < value < 0.00005 else f"{100 * value:.2f} %"
+    if form == "power":
+        return f"2^{value}"
+    if form == "id":
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else _decimal(value)
+
+
+def _decimal(value: float) -> str:
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _token_text(text: str) -> str:
+    shown = (_VISIBLE.get(letter, letter) for letter in text)
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in shown)

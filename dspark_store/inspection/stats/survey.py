@@ -207,7 +207,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class StatsSurvey:
     """What the pass found: the merged tally, None for a store without samples, and what it is of.
 
     ``layers`` are the ids of the layers in the tally, ascending; ``captured`` the shards whose states can be read.
@@ -218,14 +218,14 @@ class Survey:
     captured: int
 
 
-def survey_store(
+def tally_store(
     cache: Cache,
     selection: Selection,
     *,
     threads: int | None = None,
     scheduler: str | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Survey:
+) -> StatsSurvey:
     """Read the selected samples of every shard once, and of captured shards their states.
 
     By ``threads`` threads, or by the workers of a dask ``scheduler``, see `map_shards`; the result is the same, bit by
@@ -259,7 +259,7 @@ def survey_store(
             tree.add(places[shard], part)
             if progress is not None:
                 progress(part.samples)
-    return Survey(tree.result(), layers, len(captured))
+    return StatsSurvey(tree.result(), layers, len(captured))
 
 
 def choose_samples(count: int, selection: Selection) -> np.ndarray | None:

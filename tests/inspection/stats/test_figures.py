@@ -1,10 +1,8 @@
-"""Figures: one rule for how each is written, and the path that names it."""
+"""Figures: one rule for how each is written."""
 
 import pytest
 
-from dspark_store.inspection.stats.figures import Figures, figure_text
-
-DOCUMENT = Figures({"layers": [{"norm": {"mean": 52.19}}], "name": "<b>", "none": None, "flag": True, "counts": [1, 2]})
+from dspark_store.inspection.stats.report import figure_text
 
 
 @pytest.mark.parametrize(
@@ -40,24 +38,3 @@ def test_tokens_show_their_white_space_and_nothing_invisible():
 
 def test_a_number_that_counts_nothing_is_written_as_it_is():
     assert figure_text(128009, "id") == "128009"
-
-
-def test_a_figure_names_its_place_and_is_escaped():
-    opening = '<data data-json="{}" data-form="number" value="{}">'
-    assert DOCUMENT.markup("layers.0.norm.mean") == opening.format("layers.0.norm.mean", "52.19") + "52.19</data>"
-    assert DOCUMENT.markup("name") == opening.format("name", "&#34;&lt;b&gt;&#34;") + "&lt;b&gt;</data>"
-    assert DOCUMENT.markup("none") == opening.format("none", "null") + "–</data>"  # noqa: RUF001 - a dash
-
-
-def test_what_is_not_there_is_refused():
-    for path in ("layers.1", "layer", "name.0"):
-        with pytest.raises(LookupError):
-            DOCUMENT.value(path)
-    for path in ("flag", "name", "none"):
-        with pytest.raises(ValueError, match="no number at"):
-            DOCUMENT.number(path)
-    with pytest.raises(ValueError, match="no list at name"):
-        DOCUMENT.places("name")
-    with pytest.raises(ValueError, match="a figure is"):
-        DOCUMENT.text("layers")
-    assert DOCUMENT.numbers("counts") == [1, 2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_store.inspection.stats.report import summarise_vocabulary
+from dspark_store.inspection.stats.figures import summarise_vocabulary
 from dspark_store.inspection.stats.tallies import TokenTally, empty_tokens, tally_tokens
 
 

@@ -1,10 +1,9 @@
-"""The page in headless Chromium, on a phone and on a desk: no error, no request, nothing cut off, the JSON's figures.
+"""The page in headless Chromium, on a phone and on a desk: no error, no request, nothing cut off.
 
 Chromium is the system's, since a page should work in what people have. Without one these tests are skipped with a
 message, or fail where DSPARK_REQUIRE_CHROMIUM is set, as CI does.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,17 +13,12 @@ import pytest
 
 from dspark_store.cli import stats as stats_command
 from dspark_store.cli.main import main
-from dspark_store.inspection.stats.figures import Figures, figure_text
-from tests.inspection.stats.test_stats_page import INJECTED
+from tests.inspection.stats.test_page import INJECTED
 from tests.stores import build_store
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PAGES = ("complete", "growing", "tokens only", "drawn")
 SIZES = {"phone": (360, 740), "desk": (1280, 800)}
-MARKS = """() => [...document.querySelectorAll('svg.plot.columns rect[data-json]')].map(mark => {
-    const plot = mark.closest('svg').getBoundingClientRect();
-    return [mark.dataset.json, mark.getBoundingClientRect().height, plot.height];
-})"""
 CUT_OFF = """() => [...document.querySelectorAll('svg.plot, svg.plot text')].filter(item => {
     const box = item.getBoundingClientRect();
     return !box.width || !box.height || box.left < 0 || box.right > window.innerWidth;
@@ -125,27 +119,12 @@ def test_the_page_has_no_error_asks_for_nothing_and_fits(visit, folder, name, si
     assert page.locator("svg.plot").count() == plots[name]
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_figure_that_is_seen_is_the_one_in_the_json(visit, folder, name):
-    page = visit(name, "desk").page
-    figures = Figures(json.loads((folder / name / "stats.json").read_text()))
-    shown = page.evaluate(
-        "[...document.querySelectorAll('data')].map(item => [item.dataset.json, item.dataset.form, item.textContent])"
-    )
-    assert len(shown) > 150
-    for path, form, text in shown:
-        assert text == figure_text(figures.value(path), form), path
-    assert page.evaluate("[...document.querySelectorAll('data')].filter(item => !item.checkVisibility()).length") == 0
-
-
 @pytest.mark.parametrize("size", SIZES)
-def test_bars_are_as_high_as_their_counts_in_the_json(visit, folder, size):
-    figures = Figures(json.loads((folder / "complete" / "stats.json").read_text()))
-    marks = visit("complete", size).page.evaluate(MARKS)
-    highest = max(figures.number(path) for path, _, _ in marks)
-    assert len(marks) == 21
-    for path, height, plot in marks:
-        assert height == pytest.approx(plot * figures.number(path) / highest, abs=0.1)
+def test_the_text_of_plots_can_be_read(visit, size):
+    heights = visit("complete", size).page.evaluate(
+        "[...document.querySelectorAll('svg.plot text')].map(text => text.getBoundingClientRect().height)"
+    )
+    assert min(heights) > 9
 
 
 def test_light_and_dark_are_two_sets_of_colours(visit):

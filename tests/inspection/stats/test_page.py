@@ -1,16 +1,15 @@
-"""The page without a browser: every figure is the JSON's, everything is escaped, nothing comes from elsewhere."""
+"""The page without a browser: figures are the JSON's, everything is escaped, nothing comes from elsewhere."""
 
-import json
-import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
-from dspark_store.inspection.stats.figures import Figures, figure_text
-from dspark_store.inspection.stats.report import Rules, measure_store
-from dspark_store.inspection.stats.stats_page import render_page
+from dspark_store.inspection.stats.page import render_page
+from dspark_store.inspection.stats.report import Rules, figure_text, measure_store
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.readers.cache import open_cache
 from tests.stores import Shape, build_store
@@ -19,26 +18,31 @@ INJECTED = "</title><script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
 class Elements(HTMLParser):
-    """The elements of a page: (name, attributes), and the texts of the figures."""
+    """The elements of a page, (name, attributes), and the texts of the cells of its tables."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict[str, Any]]] = []
-        self.texts: list[str] = []
-        self._in_figure = False
+        self.cells: list[str] = []
+        self._in_cell = False
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
-        self._in_figure = tag == "data"
+        self._in_cell = tag == "td"
 
     def handle_data(self, data):
-        if self._in_figure:
-            self.texts.append(data)
-            self._in_figure = False
+        if self._in_cell:
+            self.cells.append(data)
+            self._in_cell = False
 
     def names(self):
         return {name for name, _ in self.found}
+
+
+def plots_of(page):
+    """Return the drawings of a page."""
+    return [ET.fromstring(f'<svg xmlns:xlink="x"{drawn}') for drawn in re.findall(r"<svg(.*?</svg>)", page, re.DOTALL)]
 
 
 def statistics_of(path, rules=None, decode=None):
@@ -51,20 +55,22 @@ def statistics(tmp_path_factory):
     return statistics_of(store.path, Rules(outlier_factor=1.0))
 
 
-def test_every_figure_is_the_one_in_the_json(statistics):
-    page, figures = Elements(render_page(statistics)), Figures(statistics)
-    shown = [attributes for name, attributes in page.found if name == "data"]
-    assert len(shown) == len(page.texts) > 300
-    for attributes, text in zip(shown, page.texts, strict=True):
-        value = figures.value(attributes["data-json"])
-        assert json.loads(attributes["value"]) == value
-        assert text == figure_text(value, attributes["data-form"])
+def test_tables_show_the_figures_of_the_json(statistics):
+    cells = Elements(render_page(statistics)).cells
+    assert len(cells) > 300
+    for layer in statistics["layers"]:
+        assert figure_text(layer["norm"]["mean"]) in cells
+        assert figure_text(layer["channels"]["energy_share"]["top_1"], "percent") in cells
+        assert figure_text(layer["exponents"]["max"], "power") in cells
+    for item in statistics["vocabulary"]["all"]["top"]:
+        assert figure_text(item["share"], "percent") in cells
 
 
 def test_nothing_is_loaded_from_elsewhere_and_there_is_no_script(statistics):
     page = Elements(render_page(statistics))
     assert not page.names() & {"script", "img", "iframe", "object", "embed", "audio", "video"}
     assert [attributes["href"] for _, attributes in page.found if "href" in attributes] == ["data:,"]
+    assert all(attributes.get("xlink:href", "#")[0] == "#" for _, attributes in page.found)
     assert not [name for _, attributes in page.found for name in attributes if name.startswith("on") or name == "src"]
 
 
@@ -116,28 +122,40 @@ def test_stores_of_hardly_anything_have_a_page_too(tmp_path, lengths):
 def test_a_store_without_one_finite_token_has_a_page_too(tmp_path):
     store = build_store(tmp_path, lengths=(1,), spoiled=0, shape=Shape(layer_ids=(1, 2)))
     statistics = statistics_of(store.path)
-    assert Figures(statistics).value("layers.0.norm.mean") is None
+    assert statistics["layers"][0]["norm"]["mean"] is None
     render_page(statistics)
 
 
 def test_a_vocabulary_of_known_size_has_shares(tmp_path):
     fields = {"manifest": {"pad_token_id": 5, "target_vocab_size": 1000}}
     statistics = statistics_of(build_store(tmp_path, fields=fields).path)
-    assert Figures(statistics).value("vocabulary.all.share_used") == 78 / 1000
-    assert Figures(statistics).value("vocabulary.all.coverage.0.ids") == 100
+    assert statistics["vocabulary"]["all"]["share_used"] == 78 / 1000
+    assert statistics["vocabulary"]["all"]["coverage"][0]["ids"] == 100
     render_page(statistics)
 
 
-def test_lines_go_where_the_json_says(statistics):
-    figures = Figures(statistics)
-    drawn = [attributes for name, attributes in Elements(render_page(statistics)).found if name == "polyline"]
-    assert len(drawn) == 5
-    for prefix, least in (("layers", None), ("vocabulary", 1.0)):
-        mine = [line for line in drawn if line["data-json"].startswith(prefix)]
-        values = [figures.numbers(line["data-to"]) for line in mine]
-        low, high = least or min(map(min, values)), max(map(max, values))
-        for line, heights in zip(mine, values, strict=True):
-            points = [float(point.split(",")[1]) for point in line["points"].split()]
-            spread = math.log(high / low)
-            expected = [100 - 100 * math.log(value / low) / spread if spread else 50 for value in heights]
-            assert points == pytest.approx(expected, abs=0.001)
+def test_bars_are_as_high_as_their_counts(statistics):
+    lengths = plots_of(render_page(statistics))[0]
+    heights = []
+    for path in lengths.iter("path"):
+        if "fill: #0072b2" in path.get("style", ""):
+            ups = [float(number) for number in re.findall(r"[ML] \S+ (\S+)", path.get("d", ""))]
+            heights.append(max(ups) - min(ups))
+    counts = statistics["lengths"]["histogram"]["counts"]
+    assert heights == pytest.approx([max(heights) * count / max(counts) for count in counts], abs=0.01)
+
+
+def test_every_layer_has_a_line_of_its_own_colour_and_the_legend_has_it_too(statistics):
+    page = render_page(statistics)
+    channels = ET.tostring(plots_of(page)[2], encoding="unicode")
+    colours = re.findall(r'<li><span style="background:(#\w+)"></span>(?:layer|last)', page)
+    assert len(set(colours)) == len(statistics["layers"])
+    assert all(f"stroke: {colour}" in channels for colour in colours)
+
+
+def test_plots_are_drawn_in_the_colour_of_the_pages_text(statistics):
+    for plot in plots_of(render_page(statistics)):
+        texts = list(plot.iter("text"))
+        assert texts
+        assert all("currentColor" in text.get("style", "") for text in texts)
+        assert not [path for path in plot.iter("path") if "#ffffff" in path.get("style", "")]
