@@ -1,18 +1,20 @@
 """The loss mask: which tokens of a conversation the assistant said."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.marks import MarkedText, Marking, Span, mark_render
-from dspark_store.sources.messages import Conversation
+from dspark_store.sources.messages import Conversation, Message
 from dspark_store.sources.prefixes import PrefixTurns
 from dspark_store.sources.reasoning import ReasoningFinder, Stretch, has_reasoning
 from dspark_store.sources.rendering import Renderer, Rendering, Tokens
 from dspark_store.sources.seams import explain
+from dspark_store.sources.source import SourceError
 from dspark_store.sources.turns import MarkedTurns, Places
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     if not said or (tagged and not unwanted and not cut_off and not find_reasoning):
         return Rendered(text, supervised, [], [])
 
+    _probe(renderer, tools, variables)
     turns = _Said(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
     if not tagged:
         supervised = [turns.span(index, options.headers) for index in said if wanted[index]]
@@ -85,7 +88,6 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
         finder = ReasoningFinder(turns.rendering, turns.marked)
         masked += finder.stretches(turns.likely_in(supervised) if tagged else turns.likely)
         warnings = finder.warnings
-    turns.learn()
     return Rendered(text, supervised, masked, warnings)
 
 
@@ -127,6 +129,39 @@ def tokens_in_spans(renderer: Renderer, text: str, tokens: Tokens, spans: Sequen
     return inside
 
 
+_CALL: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+_TOOL: JsonValue = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+_PROBES = ("uauaua", "suaua", "uaaua", "aua", "uctauctta")
+
+
+def _probe(renderer: Renderer, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> None:
+    """Learn how the template puts messages together, once, from conversations that are always the same."""
+    use = renderer.use(tools, template_kwargs)
+    if use.is_probed:
+        return
+    use.is_probed = True
+    for roles in _PROBES:
+        chat = [_probing(role, f"w{number}") for number, role in enumerate(roles)]
+        messages, offered = renderer.prepare(chat), [_TOOL] if tools else None
+        try:
+            text = renderer.render(messages, offered, template_kwargs)
+            rendering = Rendering(renderer, messages, offered, template_kwargs, text)
+            rendering.memory = use.memory
+            said = _Said(rendering, needs_marks=True)
+            for index in range(1, len(messages)):
+                said.span(index)
+        except SourceError:
+            continue  # a template need not take them all
+        said.learn()
+
+
+def _probing(role: str, content: str) -> Message:
+    if role == "c":
+        return {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    message: Message = {"role": {"u": "user", "a": "assistant", "s": "system", "t": "tool"}[role], "content": content}
+    return {**message, "tool_call_id": "call_0"} if role == "t" else message
+
+
 class _Said:
     """Where the messages of a conversation are: by what is known of its template, by marks, or by prefixes."""
 
@@ -136,7 +171,7 @@ class _Said:
         self.marked: tuple[Marking, MarkedText] | None = None
         self._messages, self._text = rendering.messages, rendering.text
         places = Places(self._messages, self._text)
-        explained = None if needs_marks else explain(rendering.memory, self._messages, self._text)
+        explained = None if needs_marks else explain(rendering.known, self._messages, self._text)
         if explained is None:
             self.marked = mark_render(rendering.render, self._messages, self._text)
         if explained is not None:
@@ -190,7 +225,7 @@ class _Said:
         return [] if start is None else [start]
 
     def learn(self) -> None:
-        """Keep what the template wrote for the next conversations."""
+        """Keep what the template wrote."""
         self._turns.learn()
 
 

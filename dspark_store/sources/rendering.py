@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,18 +73,20 @@ class Tokens:
     encoding: "Encoding | None"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TemplateUse:
     """What is known of a template that is used with the same variables, and with or without tools.
 
     Attributes:
         prompts: what it writes to have the assistant speak, the longest first; none if it has no such prompt.
-        memory: what was learned from one conversation and holds for the next.
+        memory: what was learned from probes, which are the same for every source, and holds for every conversation.
+        is_probed: whether it was.
 
     """
 
     prompts: list[str]
-    memory: TemplateMemory
+    memory: TemplateMemory = field(default_factory=TemplateMemory)
+    is_probed: bool = False
 
 
 class Renderer:
@@ -168,7 +170,7 @@ class Renderer:
                 self._uses.pop(next(iter(self._uses)))
             own = {self._generation_prompt(template_kwargs)} if template_kwargs else set()
             prompts = (own | self._prompts) - {""}
-            self._uses[key] = TemplateUse(sorted(prompts, key=len, reverse=True), TemplateMemory())
+            self._uses[key] = TemplateUse(sorted(prompts, key=len, reverse=True))
         return self._uses[key]
 
     def whole_special_tokens(self, text: str, place: int) -> int:
@@ -313,7 +315,9 @@ class Rendering:
     Attributes:
         messages: as the template can take them.
         text: their render.
-        prompts, memory: see `TemplateUse`.
+        prompts: see `TemplateUse`.
+        known: what is known of the template before the conversation.
+        memory: that, and what is learned in it.
 
     """
 
@@ -328,7 +332,8 @@ class Rendering:
         """Take a conversation that was rendered."""
         use = renderer.use(tools, template_kwargs)
         self.renderer, self.messages, self.text = renderer, messages, text
-        self.prompts, self.memory = use.prompts, use.memory
+        self.prompts, self.known = use.prompts, use.memory
+        self.memory = TemplateMemory(base=use.memory)
         self._tools = tools
         self._template_kwargs = template_kwargs
         self._renders = 0

@@ -1,4 +1,4 @@
-"""What a template writes between the contents of messages: it spares renders of the next conversations."""
+"""What a template writes between the contents of messages: it spares renders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ class TemplateMemory:
         gaps: between two contents, by their roles; and where in it the first message ends, if it was looked for.
         closings: behind the last content, by its role.
         seams: what closes a message in front of each header of the next, by the roles of both.
+        base: what is known of the template beside that.
 
     """
 
@@ -28,6 +29,7 @@ class TemplateMemory:
     gaps: dict[Roles, dict[str, int | None]] = field(default_factory=dict)
     closings: dict[str, str] = field(default_factory=dict)
     seams: dict[Roles, "dict[str, Closings]"] = field(default_factory=dict)
+    base: "TemplateMemory | None" = None
 
     def learn_seam(self, roles: Roles, closing: str, header: str, *, whole: bool) -> None:
         """Keep what was found between two messages.
@@ -47,7 +49,9 @@ class TemplateMemory:
         """Return how far before the end of a gap the second message begins; None if that is not certain."""
         found = {
             len(header)
-            for header, closings in self.seams.get(roles, {}).items()
+            for memory in (self, self.base)
+            if memory is not None
+            for header, closings in memory.seams.get(roles, {}).items()
             if gap.endswith(header) and closings.end(gap[: len(gap) - len(header)])
         }
         return found.pop() if len(found) == 1 else None
@@ -125,7 +129,10 @@ def learn_edges(
     contents: Sequence[Span | None],
     boundaries: dict[int, int],
 ) -> None:
-    """Keep what stands before the first content, behind the last one and between two, where it is short."""
+    """Keep what stands before the first content, behind the last one and between two, where it is short.
+
+    What is kept must not depend on which conversations came before, or masks would: it is learned from probes.
+    """
     first, last = contents[0], contents[-1]
     if first is not None and first[0] <= LONGEST:
         memory.openings.setdefault(str(messages[0]["role"]), text[: first[0]])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dspark_store.sources.marks import CALL, CONTENT, KINDS, MarkedText, Marking, Span
+from dspark_store.sources.marks import CALL, CONTENT, KINDS, MarkedText, Marking, Span, content_pieces
 from dspark_store.sources.messages import Message
 from dspark_store.sources.prefixes import boundary_by_prefix, shared_prefix_length
 from dspark_store.sources.rendering import Rendering, RenderLimitError
@@ -230,9 +230,8 @@ class MarkedTurns:
         return bool(self._messages[index].get("tool_calls"))
 
     def _closes_with_nothing(self, index: int, tail: str) -> bool:
-        content = str(self._messages[index].get("content") or "")
-        return tail in ("", content[len(content.rstrip()) :])
+        behind = content_pieces(self._messages[index])[-1].after
+        return tail in ("", behind, behind.rstrip())
 
     def _is_bare(self, index: int) -> bool:
-        content = self._messages[index].get("content")
-        return isinstance(content, str) and content == content.rstrip()
+        return not content_pieces(self._messages[index])[-1].after
