@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 
+from benchmarks.samples import write_tokens
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.token_shards import TokenRows, read_token_shard
+from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.capture import (
     Capture,
     CaptureContext,
@@ -36,21 +36,20 @@ from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import settle_tokens
-from dspark_store.writers.tokens import write_token_shard
 
 _LEASE_SECONDS = 600.0
+BUFFER_BYTES = 512 * 2**20
+"""The command's default of ``--write-buffer-bytes``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class CaptureWork:
     """A store that has its tokens and none of its states, and how its states are captured."""
 
     storage: LocalStorage
     record: StoreRecord
     settings: CaptureSettings
     encode_threads: int
-    buffer_bytes: int
 
     @property
     def tokens(self) -> int:
@@ -58,12 +57,12 @@ class Workload:
         shards = range(self.record.schema.tokens.num_shards)
         return sum(sum(read_token_shard(self.storage, self.record, shard).lengths) for shard in shards)
 
-    def copied(self, place: Path) -> Workload:
+    def copied(self, place: Path) -> CaptureWork:
         """Return the same workload on a copy of the store in ``place``, a new directory."""
         shutil.copytree(self.storage.root, place)
         return self.at(place)
 
-    def at(self, place: Path) -> Workload:
+    def at(self, place: Path) -> CaptureWork:
         """Return the same workload whose store is in ``place``."""
         return replace(self, storage=LocalStorage(place))
 
@@ -84,35 +83,27 @@ def new_workload(
     *,
     vocab_size: int,
     encode_threads: int,
-    buffer_bytes: int,
-) -> Workload:
+) -> CaptureWork:
     """Write random ids, one sample of each length, as the token shards of a new store in ``place``."""
-    storage = LocalStorage(place)
+    storage, random = LocalStorage(place), np.random.default_rng(0)
     facts = {
         "pad_token_id": settings.pad_token_id,
         "num_hidden_layers": settings.last_layer + 1,
         "target_vocab_size": vocab_size,
     }
-    record = StoreRecord("0" * 32, schema, manifest=facts)
-    write_metadata(storage, record)
-    random = np.random.default_rng(0)
-    for shard, first in enumerate(range(0, len(lengths), schema.shard_size)):
-        own = lengths[first : first + schema.shard_size]
-        rows = TokenRows(
-            [random.integers(0, vocab_size, length, np.int32) for length in own],
-            [np.ones(length, np.uint8) for length in own],
-        )
-        write_token_shard(storage, record, shard, rows, cursor=first + len(own))
-    return Workload(storage, settle_tokens(storage, record), settings, encode_threads, buffer_bytes)
+    ids = [random.integers(0, vocab_size, length, np.int32) for length in lengths]
+    shards = [list(part) for part in batched(ids, schema.shard_size)]
+    record = write_tokens(storage, StoreRecord("0" * 32, schema, manifest=facts), shards)
+    return CaptureWork(storage, record, settings, encode_threads)
 
 
-def run_forwards(workload: Workload, capture: Capture) -> None:
+def run_forwards(workload: CaptureWork, capture: Capture) -> None:
     """Run every batch and drop its states."""
     for _ in _captured(workload, capture):
         pass
 
 
-def run_copies(workload: Workload, capture: Capture) -> None:
+def run_copies(workload: CaptureWork, capture: Capture) -> None:
     """Run every batch, bring its states to the host as a capture does, and drop them there."""
     copies = HostCopies(workload.settings.device, workload.record.schema.dtype.torch_dtype)
     under_way: deque[HostCopy] = deque()
@@ -124,20 +115,20 @@ def run_copies(workload: Workload, capture: Capture) -> None:
         under_way.popleft().wait()
 
 
-def _captured(workload: Workload, capture: Capture) -> Iterator[StageStates]:
+def _captured(workload: CaptureWork, capture: Capture) -> Iterator[StageStates]:
     device = workload.settings.device
     for ids, attention in workload.batches():
         yield capture(ids.to(device), attention.to(device))
 
 
-def run_writing(workload: Workload, capture: Capture) -> int:
+def run_writing(workload: CaptureWork, capture: Capture) -> int:
     """Capture and commit every shard as a job of one process does; return the stored bytes of the states."""
     storage, record, plan = workload.storage, workload.record, ParallelPlan(1)
     schema, settings = record.schema, workload.settings
     stored: list[int] = []
     with (
         Watch(0, 1, None) as watch,
-        EncodePipeline(workload.encode_threads, workload.buffer_bytes) as pipeline,
+        EncodePipeline(workload.encode_threads, BUFFER_BYTES) as pipeline,
     ):
         world = World(0, 1, 0, LocalKeys(), watch)
         shards = missing_shards(storage, schema)
@@ -160,26 +151,3 @@ def run_writing(workload: Workload, capture: Capture) -> int:
         )
         capture_shards(context, Crew(world, plan, ControlGroups(None, None), schema, shards, _LEASE_SECONDS), events)
     return sum(stored)
-
-
-@dataclass(frozen=True, slots=True)
-class Elapsed:
-    """How long something took: seconds by the clock, and of the processor over all threads of this process."""
-
-    clock: float
-    processor: float
-
-
-def elapsed(action: Callable[[], object], device: torch.device) -> Elapsed:
-    """Run an action and wait for the device; what was queued on it before does not count."""
-    wait_for(device)
-    started = time.perf_counter(), time.process_time()
-    action()
-    wait_for(device)
-    return Elapsed(time.perf_counter() - started[0], time.process_time() - started[1])
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a CUDA device has done what was queued on it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

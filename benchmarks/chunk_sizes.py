@@ -19,12 +19,12 @@ import torch
 
 from benchmarks import size_tables
 from benchmarks.access import ACCESSES, BATCH
+from benchmarks.costs import spread
 from benchmarks.recommend import Candidate, Plan, candidates
-from benchmarks.rounds import spread
 from benchmarks.samples import Samples, stored_samples
 from benchmarks.search import Search
 from benchmarks.setting import Axes, Setting, chosen_axes, default_axes, default_setting
-from benchmarks.storage_rate import measured_rate
+from benchmarks.storage import measured_rate
 from benchmarks.sweep import LIMITED_ACCESSES, UNLIMITED, Effort, Measured, ReadCase, RunOff, Sweep, rivals
 from benchmarks.tables import Recorder, usable_cores
 from dspark_store.format.codecs import CODEC_PRESETS

@@ -13,15 +13,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.costs import elapsed
 from benchmarks.loader_scale import SAMPLES, SHARDS, write_index
+from benchmarks.samples import unsynced
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.metadata import read_record, write_metadata
 from dspark_store.format.schema import INDEX_OBJECTS, INDEX_STATUS, STATE_LEDGER, TOKEN_LEDGER, TOKEN_OBJECTS
@@ -40,7 +41,7 @@ def write_growing_index(place: Path) -> None:
     record = read_record(storage)
     table, tokens = StoreIndex(storage, record).objects, len(TOKEN_OBJECTS)
     kept = {path: digest for path, digest in record.checksums.items() if path not in (INDEX_STATUS, INDEX_OBJECTS)}
-    with patch.object(os, "fsync"):
+    with unsynced():
         for shard, rows in enumerate(table):
             _publish(storage, TOKEN_LEDGER, shard, rows[:tokens])
             if shard % LACKING:
@@ -55,12 +56,9 @@ def _publish(storage: LocalStorage, path: str, shard: int, row: np.ndarray) -> N
 
 def seconds_of_command(place: Path, repeats: int) -> list[float]:
     """Run the command as a process, several times; return what each took."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "dspark_store.cli", "info", str(place)], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    command = [sys.executable, "-m", "dspark_store.cli", "info", str(place)]
+    run = partial(subprocess.run, command, check=True, capture_output=True)
+    return [elapsed(run).clock for _ in range(repeats)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,27 +8,23 @@ and one epoch over 5,000 shards.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.resident import resident_bytes
-from benchmarks.synthetic import synthetic_states
+from benchmarks.costs import elapsed, in_own_process, resident_bytes
+from benchmarks.samples import BF16, Samples, new_schema, synthetic_states, unsynced, write_samples
 from benchmarks.tables import Column, Comparison, Recorder, Table
 from dspark_store import CacheLoader, open_cache
 from dspark_store.format.arrays import array_checksum, array_keys, pack_array
-from dspark_store.format.dtypes import cache_dtype
-from dspark_store.format.grid import ShardGrid, default_chunk_tokens
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import (
@@ -40,14 +36,9 @@ from dspark_store.format.schema import (
     StoreSchema,
 )
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.token_shards import TokenRows
 from dspark_store.readers.epoch import PaddedEpoch
 from dspark_store.readers.order import BatchPlan, epoch_order
 from dspark_store.readers.plan import SampleSpan, byte_runs, chunk_bounds, object_reads, plan_spans
-from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import complete_store, settle_tokens
-from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import write_token_shard
 
 MIB = 2**20
 SAMPLES, SHARDS, LAYERS, SEQ_LENGTH, WIDTH, BATCH = 1_000_000, 4_000, 6, 2048, 4096, 8
@@ -55,17 +46,9 @@ PREFETCH_BYTES, EPOCHS = 64 * MIB, 3
 MANY_SHARDS, OPEN_OBJECTS = 5_000, 256
 
 
-def schema_of(samples: int, shard_size: int, seq_length: int, width: int, layers: int, codec: str) -> StoreSchema:
-    """Return the schema of a bf16 store with the default chunks."""
-    dtype = cache_dtype("bf16")
-    tokens = default_chunk_tokens(width, dtype.itemsize, seq_length, compressed=codec != "none")
-    ids = tuple(range(layers))
-    return StoreSchema(samples, shard_size, seq_length, width, layers, ids, dtype, codec, tokens)
-
-
 def write_index(place: Path) -> None:
     """Write a complete store's metadata and index, with no object behind them."""
-    schema = schema_of(SAMPLES, SAMPLES // SHARDS, SEQ_LENGTH, WIDTH, LAYERS, "default")
+    schema = new_schema(SAMPLES, SAMPLES // SHARDS, SEQ_LENGTH, WIDTH, range(LAYERS), "default")
     random = np.random.default_rng(0)
     lengths = random.integers(1, SEQ_LENGTH, SAMPLES, np.int32, endpoint=True)
     specs = {**schema.token_index(), **schema.final_index()}
@@ -87,44 +70,25 @@ def write_index(place: Path) -> None:
 
 def write_store(place: Path, shards: int, rows: int, seq_length: int, width: int, layers: int) -> None:
     """Write a complete store of full-length samples, codec none; nothing is synced, no power is cut here."""
-    storage = LocalStorage(place)
-    record = StoreRecord("0" * 32, schema_of(0, rows, seq_length, width, layers, "none"))
     states = synthetic_states(seq_length, width)
-    ids = [np.full(seq_length, row, np.int32) for row in range(rows)]
-    tokens = TokenRows(ids, [np.ones(seq_length, np.uint8)] * rows)
-    with patch.object(os, "fsync"), EncodePipeline(1, 64 * MIB) as pipeline:
-        write_metadata(storage, record)
-        for shard in range(shards):
-            write_token_shard(storage, record, shard, tokens, cursor=shard + 1)
-        record = settle_tokens(storage, record)
-        for shard in range(shards):
-            writer = StateShardWriter(
-                storage, record, shard, rows=rows, tokens=tokens.digest, pipeline=pipeline, shared_slot=layers - 1
-            )
-            for row in range(rows):
-                writer.add(row, [states] * layers, states)
-            writer.commit()
-        complete_store(storage, record)
+    samples = Samples(seq_length, width, layers, BF16, (seq_length,) * shards * rows, lambda _: [states] * layers)
+    with unsynced():
+        write_samples(samples, new_schema(0, rows, seq_length, width, range(layers), "none"), place, 1)
 
 
 def seconds_of(action: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median(elapsed(action).clock for _ in range(repeats))
 
 
 def measure_index(place: Path) -> dict[str, float]:
     """Measure opening a store together with a loader of it, drawing an order, and planning batches."""
-    before = resident_bytes("VmRSS")
+    before = resident_bytes()
     started = time.perf_counter()
     loader = CacheLoader(open_cache(place), BATCH, dp_rank=0, dp_size=1)
     loader.cache.index.object_record(SHARDS - 1, 0)
     opened = time.perf_counter() - started
-    resident = resident_bytes("VmRSS") - before
+    resident = resident_bytes() - before
     cache, samples = loader.cache, loader.samples
     order = epoch_order(samples, seed=0, epoch=0)
     batches = BatchPlan(len(order), BATCH, 1, "drop")
@@ -161,8 +125,8 @@ def measure_memory(place: Path, batch_size: int = BATCH, prefetch_bytes: int = P
     loader = CacheLoader(
         open_cache(place), batch_size, prefetch_bytes=prefetch_bytes, last="short", dp_rank=0, dp_size=1
     )
-    before = resident_bytes("VmRSS")
-    peaks = [max(resident_bytes("VmRSS") - before for _ in loader) / MIB for _ in range(EPOCHS)]
+    before = resident_bytes()
+    peaks = [max(resident_bytes() - before for _ in loader) / MIB for _ in range(EPOCHS)]
     return {f"epoch_{number}_mib": peak for number, peak in enumerate(peaks)}
 
 
@@ -179,41 +143,22 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-MEASURES: dict[str, Callable[[Path], dict[str, float]]] = {
-    "index": measure_index,
-    "memory": measure_memory,
-    "files": measure_files,
-}
-
-
-def in_process(part: str, place: Path) -> dict[str, float]:
-    """Run one measurement in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.loader_scale", "--part", part, "--place", str(place)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    measured: dict[str, float] = json.loads(done.stdout)
-    return measured
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader_scale", description=__doc__)
     parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    parser.add_argument("--part", choices=MEASURES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if given.part:
-        print(json.dumps(MEASURES[given.part](given.place)))
-        return 0
     recorder = Recorder("loader_scale", arguments)
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:
         place = Path(temporary)
         write_index(place / "index")
-        index = in_process("index", place / "index")
+        index = in_own_process(measure_index, place / "index")
         write_store(place / "memory", shards=14, rows=16, seq_length=512, width=1024, layers=2)
-        memory = in_process("memory", place / "memory")
+        memory = in_own_process(measure_memory, place / "memory")
         write_store(place / "files", shards=MANY_SHARDS, rows=1, seq_length=4, width=8, layers=1)
-        files = in_process("files", place / "files")
+        files = in_own_process(measure_files, place / "files")
     recorder.describe(f"{SAMPLES:,} samples, {SHARDS:,} shards, {LAYERS} layers; {os.cpu_count()} cores")
     recorder.add(scale_table(index, memory, files))
     recorder.save(given.json)

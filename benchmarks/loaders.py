@@ -36,9 +36,8 @@ from benchmarks.peers import (
 from benchmarks.rate_tables import rate_table, read_table
 from benchmarks.samples import Samples, stored_samples, synthetic_samples, write_samples
 from benchmarks.setting import default_setting
-from benchmarks.storage_rate import drop_from_cache
+from benchmarks.storage import RateLimit, RateLimitedStorage, drop_from_cache
 from benchmarks.tables import Column, Comparison, Recorder, Table, usable_cores
-from benchmarks.throttle import RateLimit, RateLimitedStorage
 from dspark_store import Cache, open_cache
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.objects import Expected, open_object
@@ -195,7 +194,7 @@ def measure_limited(
     peers = [*layout_peers(stores, place), *zarr_peers(stores["default"])]
     contenders: list[Contender] = [Limited(peer, limit) for peer in peers]
     for codec, store in stores.items():
-        contenders.append(Ours(f"ours, {codec}, flat", Cache(RateLimitedStorage(str(store), limit)), "flat"))
+        contenders.append(Ours(f"ours, {codec}, flat", Cache(RateLimitedStorage(store, limit)), "flat"))
     rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=False)
     note = (
         "A peer's batch takes the longer one of its bytes over the line and its reading from memory, as if they "
@@ -226,7 +225,7 @@ def measure_layers(samples: Samples, store: Path) -> Table:
     counts = []
     for layers in (None, [1, 3]):
         limit = RateLimit(float("inf"))
-        cache = Cache(RateLimitedStorage(str(store), limit))
+        cache = Cache(RateLimitedStorage(store, limit))
         for batch in random_batches(len(samples.lengths), len(samples.lengths) // BATCH):
             cache.read(batch, columns=("target_hidden_states",), layers=layers)
         counts.append(limit.total)

@@ -17,7 +17,7 @@ import zarr
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.throttle import RateLimit
+from benchmarks.storage import RateLimit
 from dspark_store import CACHE_KEYS, Cache
 from dspark_store.readers.tensors import Layout
 

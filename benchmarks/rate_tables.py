@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.costs import spread
 from benchmarks.peers import Contender
-from benchmarks.rounds import spread
 from benchmarks.samples import Samples
 from benchmarks.tables import Column, Comparison, Table
 

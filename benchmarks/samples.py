@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.synthetic import synthetic_states
+from benchmarks.costs import Elapsed, elapsed
 from dspark_store import open_cache
 from dspark_store.format.dtypes import CacheDtype, cache_dtype
+from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import LAYERS, StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.format.token_shards import TokenRows
+from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store, settle_tokens
 from dspark_store.writers.states import StateShardWriter
 from dspark_store.writers.tokens import write_token_shard
 
-_BUFFER_BYTES = 256 * 1024 * 1024
+BF16 = cache_dtype("bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +78,37 @@ class Samples:
 
     def schema(self, codec: str, chunk_tokens: int, shard_size: int) -> StoreSchema:
         """Return the schema of a store of these samples."""
-        ids = tuple(range(1, self.layers + 1))
-        return StoreSchema(
-            len(self.lengths),
-            shard_size,
-            self.seq_length,
-            self.width,
-            self.layers,
-            ids,
-            self.dtype,
-            codec,
-            chunk_tokens,
-        )
+        sizes = (len(self.lengths), shard_size, self.seq_length, self.width)
+        return new_schema(*sizes, range(1, self.layers + 1), codec, dtype=self.dtype, chunk_tokens=chunk_tokens)
+
+
+def new_schema(
+    count: int,
+    shard_size: int,
+    seq_length: int,
+    width: int,
+    layer_ids: Sequence[int],
+    codec: str,
+    *,
+    dtype: CacheDtype = BF16,
+    chunk_tokens: int | None = None,
+) -> StoreSchema:
+    """Return the schema of a store, with the default chunks of its codec unless ``chunk_tokens`` is given."""
+    tokens = chunk_tokens or default_chunk_tokens(width, dtype.itemsize, seq_length, compressed=codec != "none")
+    ids = tuple(layer_ids)
+    return StoreSchema(count, shard_size, seq_length, width, len(ids), ids, dtype, codec, tokens)
+
+
+def synthetic_states(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Return (tokens, width) bfloat16 states, the same for the same seed.
+
+    Real states have a few strong channels and about 2.7 bits of entropy in the high byte of a bfloat16; so have these:
+    normal values under log-normal channel scales.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randn(width, generator=generator).mul_(0.35).exp_()
+    scales[torch.randint(width, (max(1, width // 500),), generator=generator)] *= 30
+    return (torch.randn(tokens, width, generator=generator) * scales).bfloat16()
 
 
 def synthetic_samples(seq_length: int, width: int, layers: int, count: int, *, ragged: bool) -> Samples:
@@ -99,7 +121,7 @@ def synthetic_samples(seq_length: int, width: int, layers: int, count: int, *, r
     def states(sample: int) -> Sequence[torch.Tensor]:
         return [pool[(sample + layer) % len(pool)][: lengths[sample]] for layer in range(layers)]
 
-    return Samples(seq_length, width, layers, cache_dtype("bf16"), lengths, states)
+    return Samples(seq_length, width, layers, BF16, lengths, states)
 
 
 def stored_samples(
@@ -128,35 +150,50 @@ def stored_samples(
     return Samples(schema.seq_length, schema.hidden_size, len(chosen), schema.dtype, lengths, held.__getitem__)
 
 
-def write_samples(samples: Samples, schema: StoreSchema, place: Path, threads: int) -> float:
-    """Write a complete store, each object to the disk; return the seconds that its states took."""
-    record, storage = StoreRecord("0" * 32, schema), LocalStorage(place)
-    write_metadata(storage, record)
-    digests = []
-    for shard in range(schema.tokens.num_shards):
-        members = schema.tokens.rows(shard)
-        ids = [np.arange(samples.lengths[sample], dtype=np.int32) for sample in members]
-        rows = TokenRows(ids, [np.ones(len(row), np.uint8) for row in ids])
-        write_token_shard(storage, record, shard, rows, members.stop)
-        digests.append(rows.digest)
-    record = settle_tokens(storage, record)
-    started = time.perf_counter()
-    with EncodePipeline(threads, _BUFFER_BYTES) as pipeline:
-        for shard, digest in enumerate(digests):
-            members = schema.tokens.rows(shard)
-            writer = StateShardWriter(
-                storage,
-                record,
-                shard,
-                rows=len(members),
-                tokens=digest,
-                pipeline=pipeline,
-                shared_slot=schema.num_layers - 1,
-            )
-            for row, sample in enumerate(members):
-                layers = samples.states(sample)
-                writer.add(row, layers, layers[-1])
-            writer.commit()
-    seconds = time.perf_counter() - started
+def write_samples(
+    samples: Samples, schema: StoreSchema, place: Path, threads: int, *, buffer_bytes: int = 256 * 2**20
+) -> Elapsed:
+    """Write a complete store, each object to the disk; return the time that its states took."""
+    storage, count = LocalStorage(place), len(samples.lengths)
+    shards = [range(first, min(count, first + schema.shard_size)) for first in range(0, count, schema.shard_size)]
+    record = StoreRecord("0" * 32, schema)
+    tokens = [[np.arange(samples.lengths[sample], dtype=np.int32) for sample in members] for members in shards]
+    record = write_tokens(storage, record, tokens)
+    digests = [read_token_shard(storage, record, shard).digest for shard in range(len(shards))]
+
+    def write_states() -> None:
+        with EncodePipeline(threads, buffer_bytes) as pipeline:
+            for shard, digest in enumerate(digests):
+                _write_shard(samples, storage, record, shard, digest, pipeline)
+
+    time = elapsed(write_states)
     complete_store(storage, record)
-    return seconds
+    return time
+
+
+def write_tokens(storage: LocalStorage, record: StoreRecord, shards: Iterable[Sequence[np.ndarray]]) -> StoreRecord:
+    """Write a new store's tokens, the ids of each sample of each shard, and settle them."""
+    write_metadata(storage, record)
+    for shard, ids in enumerate(shards):
+        rows = TokenRows(ids, [np.ones(len(row), np.uint8) for row in ids])
+        write_token_shard(storage, record, shard, rows, cursor=shard + 1)
+    return settle_tokens(storage, record)
+
+
+def _write_shard(
+    samples: Samples, storage: LocalStorage, record: StoreRecord, shard: int, tokens: str, pipeline: EncodePipeline
+) -> None:
+    """Write and commit a shard's states, the last layer as the last hidden state as well."""
+    members, last_slot = record.schema.tokens.rows(shard), record.schema.num_layers - 1
+    writer = StateShardWriter(
+        storage, record, shard, rows=len(members), tokens=tokens, pipeline=pipeline, shared_slot=last_slot
+    )
+    for row, sample in enumerate(members):
+        layers = samples.states(sample)
+        writer.add(row, layers, layers[-1])
+    writer.commit()
+
+
+def unsynced() -> AbstractContextManager[object]:
+    """Leave out every fsync meanwhile, where writing is not what is measured."""
+    return patch.object(os, "fsync")

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.access import BATCH, requests
+from benchmarks.costs import Spread, decided, levelled, time_in_turn
 from benchmarks.recommend import Candidate, Cost, Known, Plan, candidates, choose, predict
-from benchmarks.rounds import Spread, decided, levelled, time_in_turn
 from benchmarks.samples import Samples
 from benchmarks.setting import Axes, Setting
 from benchmarks.trial import Trial

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.access import ACCESSES, requests
-from benchmarks.rounds import Spread, decided, levelled, spread, time_in_turn
+from benchmarks.costs import Spread, decided, levelled, spread, time_in_turn
 from benchmarks.samples import Samples
 from benchmarks.setting import Axes, Setting
 from benchmarks.trial import Opening, Trial

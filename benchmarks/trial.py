@@ -16,7 +16,7 @@ import torch
 from benchmarks.access import Request
 from benchmarks.samples import Samples, write_samples
 from benchmarks.setting import Setting
-from benchmarks.throttle import RateLimit, RateLimitedStorage
+from benchmarks.storage import RateLimit, RateLimitedStorage
 from dspark_store import Cache
 from dspark_store.format.objects import Expected
 from dspark_store.format.schema import IDS, LAYERS, MASK
@@ -81,7 +81,7 @@ class Trial:
         """Write the store, in the place of an older one; return the seconds that its states took."""
         if self.place.exists():
             shutil.rmtree(self.place)
-        return write_samples(self.samples, self._schema, self.place, self._threads)
+        return write_samples(self.samples, self._schema, self.place, self._threads).clock
 
     @property
     def stored_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Trial:
         """
         scattered = access == "scattered"
         line = RateLimit(float("inf"))
-        storage = RateLimitedStorage(str(self.place), line)
+        storage = RateLimitedStorage(self.place, line)
         cache = Cache(storage, open_objects=1 if scattered else max(DEFAULT_OPEN_OBJECTS, 2 * self.objects))
         reading = Reading(cache, self.setting, line, scattered=scattered)
         try:
@@ -118,7 +118,7 @@ class Trial:
         line = RateLimit(float("inf"))
         for _ in range(_OPENS):
             started = time.perf_counter()
-            cache = Cache(RateLimitedStorage(str(self.place), line))
+            cache = Cache(RateLimitedStorage(self.place, line))
             _ = cache.lengths, cache.index.object_record(0, 0)
             stores.append(time.perf_counter() - started)
             schema, item = cache.schema, cache.schema.state_objects[0]

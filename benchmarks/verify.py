@@ -4,92 +4,60 @@
 
 Three ways over every sample, one after the other and again, from the page cache: `verify`; `Cache.read` of all columns
 in batches, checksums checked, into tensors that are used again; and plain decoding, object by object, by as many
-threads. Printed are medians of the states' own bytes a second, by the clock and by the processor, and what verifying
-is of the others, paired by repeat. Without a store, one of synthetic states a codec is written.
+threads. Printed are medians of the states' own bytes per second, by the clock and by the processor, and what verifying
+is of the others, paired by repeat. Without a store, one of synthetic states per codec is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import batched
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.synthetic import synthetic_states
+from benchmarks.costs import Elapsed, elapsed
+from benchmarks.samples import new_schema, synthetic_samples, unsynced, write_samples
 from dspark_store import open_cache
-from dspark_store.format.dtypes import cache_dtype
-from dspark_store.format.grid import default_chunk_tokens
-from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.metadata import write_metadata
-from dspark_store.format.schema import COLUMNS, LAST, StoreSchema
+from dspark_store.format.schema import COLUMNS, LAST
 from dspark_store.format.shard import read_tail
-from dspark_store.format.storage import LocalStorage
-from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.verification import verify
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.tensors import batch_shape, batch_tensor
-from dspark_store.writers.pipeline import EncodePipeline
-from dspark_store.writers.publish import complete_store, settle_tokens
-from dspark_store.writers.states import StateShardWriter
-from dspark_store.writers.tokens import write_token_shard
 
 WIDTH, LAYERS, SEQ_LENGTH, SHARD_SIZE, SAMPLES, BATCH = 2560, 5, 1024, 6, 48, 8
 CODECS = ("default", "none", "fast")
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one way over a store, by the clock and by all processors together."""
-
-    clock: float
-    processor: float
-
-
 def write_store(place: Path, codec: str) -> None:
     """Write a complete store of synthetic ragged samples whose last layer is the last hidden states."""
-    dtype = cache_dtype("bf16")
-    tokens = default_chunk_tokens(WIDTH, dtype.itemsize, SEQ_LENGTH, compressed=codec != "none")
-    schema = StoreSchema(0, SHARD_SIZE, SEQ_LENGTH, WIDTH, LAYERS, tuple(range(LAYERS)), dtype, codec, tokens)
-    storage, record = LocalStorage(place), StoreRecord("0" * 32, schema, manifest={"num_hidden_layers": LAYERS})
-    random = np.random.default_rng(0)
-    lengths = random.integers(SEQ_LENGTH // 8, SEQ_LENGTH, SAMPLES, endpoint=True).tolist()
-    states = synthetic_states(SEQ_LENGTH * (LAYERS + 1), WIDTH).reshape(LAYERS + 1, SEQ_LENGTH, WIDTH)
-    with patch.object(os, "fsync"):
-        write_metadata(storage, record)
-        shards = []
-        for shard, part in enumerate(batched(lengths, SHARD_SIZE)):
-            ids = [random.integers(0, 50_000, length).astype(np.int32) for length in part]
-            shards.append(TokenRows(ids, [np.ones(length, np.uint8) for length in part]))
-            write_token_shard(storage, record, shard, shards[-1], cursor=0)
-        record = settle_tokens(storage, record)
-        with EncodePipeline(2, 64 * 2**20) as pipeline:
-            for shard, rows in enumerate(shards):
-                options = {"rows": len(rows), "tokens": rows.digest, "pipeline": pipeline, "shared_slot": LAYERS - 1}
-                writer = StateShardWriter(storage, record, shard, **options)  # type: ignore[arg-type] # each its own
-                for row, length in enumerate(rows.lengths):
-                    writer.add(row, list(states[:LAYERS, :length]), states[LAYERS, :length])
-                writer.commit()
-        complete_store(storage, record)
+    samples = synthetic_samples(SEQ_LENGTH, WIDTH, LAYERS, SAMPLES, ragged=True)
+    with unsynced():
+        write_samples(samples, new_schema(0, SHARD_SIZE, SEQ_LENGTH, WIDTH, range(LAYERS), codec), place, 2)
+
+
+def distinct_objects(cache: Cache) -> list[tuple[int, str]]:
+    """Return shard and key of every state object, one that stands at two places once."""
+    return [
+        (shard, item.key(shard))
+        for shard in range(cache.schema.tokens.num_shards)
+        for item in cache.schema.state_objects
+        if item.column == LAST or not cache.index.is_shared(shard, item.slot)
+    ]
 
 
 def state_bytes(cache: Cache) -> int:
     """Return the bytes of valid states, a shared object counted once."""
     schema = cache.schema
-    shared = schema.layer_ids and cache.index.is_shared(0, schema.num_layers - 1)
-    objects = schema.num_layers + (0 if shared else 1)
-    return int(cache.lengths.sum()) * objects * schema.hidden_size * schema.dtype.itemsize
+    tokens = sum(int(cache.lengths[schema.tokens.rows(shard)].sum()) for shard, _ in distinct_objects(cache))
+    return tokens * schema.hidden_size * schema.dtype.itemsize
 
 
 def check(cache: Cache, threads: int) -> None:
@@ -108,15 +76,8 @@ def read(cache: Cache, out: dict[str, torch.Tensor]) -> None:
 
 def decode(cache: Cache, threads: int) -> None:
     """Decode every state object once, chunk by chunk, with its checksums, and do nothing with it."""
-    schema = cache.schema
-    names = {
-        (shard, item.key(shard))
-        for shard in range(schema.tokens.num_shards)
-        for item in schema.state_objects
-        if not (item.column != LAST and cache.index.is_shared(shard, item.slot))
-    }
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(partial(_decode_object, cache), [key for _, key in sorted(names)]))
+        list(pool.map(partial(_decode_object, cache), [key for _, key in distinct_objects(cache)]))
 
 
 def _decode_object(cache: Cache, key: str) -> None:
@@ -133,22 +94,16 @@ def _decode_object(cache: Cache, key: str) -> None:
     reader.close()
 
 
-def timed(action: Callable[[], None]) -> Timing:
-    """Run an action once."""
-    clock, processor = time.perf_counter(), time.process_time()
-    action()
-    return Timing(time.perf_counter() - clock, time.process_time() - processor)
-
-
 def measure(place: Path, name: str, threads: int, repeats: int) -> list[str]:
     """Measure one store; return the rows of a table."""
     cache = open_cache(place, threads=threads, allow_reduced_depth=True)
-    slots = range(cache.schema.num_layers)
-    shapes = {
-        column: batch_shape(cache.schema, column, BATCH, len(slots), cache.schema.seq_length, "stacked")
+    schema = cache.schema
+    out = {
+        column: batch_tensor(
+            schema, column, batch_shape(schema, column, BATCH, schema.num_layers, schema.seq_length, "stacked"), None
+        )
         for column in COLUMNS
     }
-    out = {column: batch_tensor(cache.schema, column, shape, None) for column, shape in shapes.items()}
     ways: dict[str, Callable[[], None]] = {
         "verify": partial(check, cache, threads),
         "read": partial(read, cache, out),
@@ -156,10 +111,10 @@ def measure(place: Path, name: str, threads: int, repeats: int) -> list[str]:
     }
     for action in ways.values():
         action()  # the page cache is warm, and so are the threads
-    times: dict[str, list[Timing]] = {way: [] for way in ways}
+    times: dict[str, list[Elapsed]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way, action in ways.items():
-            times[way].append(timed(action))
+            times[way].append(elapsed(action))
     nbytes = state_bytes(cache)
     rows = []
     for way, timings in times.items():

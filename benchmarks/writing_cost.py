@@ -6,40 +6,30 @@ states a token, of five layers and the last one, none of them shared. Part of ``
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.captures import Workload, elapsed, new_workload, run_forwards, run_writing
-from benchmarks.resident import peak_of
-from benchmarks.synthetic import synthetic_states
+from benchmarks.captures import BUFFER_BYTES, CaptureWork, new_workload, run_forwards, run_writing
+from benchmarks.costs import CPU, elapsed, in_own_process, peak_of
+from benchmarks.samples import new_schema, synthetic_states
 from benchmarks.tables import Column, Comparison, Table
-from dspark_store.format.dtypes import cache_dtype
-from dspark_store.format.grid import default_chunk_tokens
-from dspark_store.format.schema import StoreSchema
 from dspark_store.precompute.capture import Capture, CaptureSettings
 from dspark_store.target.capture import StageStates
 
 MIB = 2**20
 LAYERS, LENGTH, BATCH, VOCAB = 5, 128, 4, 1000
 PEAK_SAMPLES = 32
-CPU = torch.device("cpu")
-BUFFER_BYTES = 512 * MIB
-"""The command's default of ``--write-buffer-bytes``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaptureCase:
     """One measurement: H and codec of the store, its samples, all in one shard, and products of the stand-in."""
 
     width: int
@@ -47,23 +37,13 @@ class Case:
     samples: int
     products: int = 0
 
-    def workload(self, place: Path) -> Workload:
+    def workload(self, place: Path) -> CaptureWork:
         """Make the store in ``place``."""
-        dtype = cache_dtype("bf16")
-        chunk = default_chunk_tokens(self.width, dtype.itemsize, LENGTH, compressed=self.codec != "none")
-        ids = tuple(range(LAYERS))
-        schema = StoreSchema(0, self.samples, LENGTH, self.width, LAYERS, ids, dtype, self.codec, chunk)
+        schema = new_schema(0, self.samples, LENGTH, self.width, range(LAYERS), self.codec)
         # the target's last layer is the one after those captured: what shares no object costs the most
         settings = CaptureSettings(CPU, BATCH, 0, LAYERS, stop_on_nonfinite=False)
-        return new_workload(
-            place,
-            schema,
-            [LENGTH] * self.samples,
-            settings,
-            vocab_size=VOCAB,
-            encode_threads=_cores(),
-            buffer_bytes=BUFFER_BYTES,
-        )
+        lengths = [LENGTH] * self.samples
+        return new_workload(place, schema, lengths, settings, vocab_size=VOCAB, encode_threads=_cores())
 
     def stand_in(self) -> StandIn:
         """Return the target."""
@@ -98,14 +78,14 @@ class StandIn:
         return min(elapsed(product, CPU).clock for _ in range(9))
 
 
-def calibrated(case: Case, tokens_per_second: float) -> Case:
+def calibrated(case: CaptureCase, tokens_per_second: float) -> CaptureCase:
     """Return the case with as many products as give about this rate."""
     wanted = BATCH * LENGTH / tokens_per_second / case.stand_in().seconds_of_product()
     return replace(case, products=max(1, round(wanted)))
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CostRatios:
     """Pairs of runs with writing and of forwards alone: their ratios by the clock and by processor time."""
 
     tokens_per_second: float
@@ -113,7 +93,7 @@ class Cost:
     processor: tuple[float, ...]
 
 
-def measure_cost(case: Case, place: Path, pairs: int) -> Cost:
+def measure_cost(case: CaptureCase, place: Path, pairs: int) -> CostRatios:
     """Run both by turns, ``pairs`` times each, in an order that changes from pair to pair."""
     torch.set_num_threads(_cores())
     workload, capture = case.workload(place / "tokens"), case.stand_in()
@@ -128,42 +108,34 @@ def measure_cost(case: Case, place: Path, pairs: int) -> Cost:
                 alone.append(elapsed(partial(run_forwards, workload, capture), CPU))
         shutil.rmtree(place / "states")
     both = list(zip(writing, alone, strict=True))
-    return Cost(
+    return CostRatios(
         workload.tokens / statistics.median(run.clock for run in alone),
         tuple(ours.clock / theirs.clock for ours, theirs in both),
         tuple(ours.processor / theirs.processor for ours, theirs in both),
     )
 
 
-def measure_peak(case: Case, place: Path, *, writes: bool) -> int:
+def measure_peak(case: CaptureCase, place: Path, writes: bool) -> int:
     """Return the peak resident bytes of this process over one run, with writing or without."""
     torch.set_num_threads(_cores())
     workload, capture = case.workload(place), case.stand_in()
-    run: Callable[[Workload, Capture], object] = run_writing if writes else run_forwards
+    run: Callable[[CaptureWork, Capture], object] = run_writing if writes else run_forwards
     return peak_of(lambda: run(workload, capture))
 
 
-def peak_over_forward(case: Case, place: Path, runs: int = 3) -> float:
+def peak_over_forward(case: CaptureCase, place: Path, runs: int = 3) -> float:
     """Return what writing adds to the peak of the same forwards: medians of processes of their own."""
     writing, alone = (
-        statistics.median(_peak_in_process(case, place / f"{writes}-{run}", writes=writes) for run in range(runs))
+        statistics.median(in_own_process(measure_peak, case, place / f"{writes}-{run}", writes) for run in range(runs))
         for writes in (True, False)
     )
     return writing - alone
 
 
-def _peak_in_process(case: Case, place: Path, *, writes: bool) -> int:
-    fields = [str(field) for field in (case.width, case.codec, case.samples, case.products)]
-    command = [sys.executable, "-m", "benchmarks.writing_cost", *fields, "writing" if writes else "forward", str(place)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    shutil.rmtree(place)
-    return int(json.loads(done.stdout)["peak"])
-
-
 def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_second: float, samples: int) -> Table:
     """Measure what writing costs. ``samples`` have 128 tokens each."""
     torch.set_num_threads(_cores())
-    case = calibrated(Case(width, codec, samples), tokens_per_second)
+    case = calibrated(CaptureCase(width, codec, samples), tokens_per_second)
     cost = measure_cost(case, place, pairs)
     rows: list[tuple[str, float, float | None, float | None, float | None]] = []
     comparisons = []
@@ -187,22 +159,3 @@ def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_se
 
 def _cores() -> int:
     return os.cpu_count() or 1
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure one peak, in this process: H, codec, samples, products, ``writing`` or ``forward``, and a directory."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.writing_cost", description=main.__doc__)
-    parser.add_argument("width", type=int)
-    parser.add_argument("codec")
-    parser.add_argument("samples", type=int)
-    parser.add_argument("products", type=int)
-    parser.add_argument("run", choices=("writing", "forward"))
-    parser.add_argument("place", type=Path)
-    given = parser.parse_args(arguments)
-    case = Case(given.width, given.codec, given.samples, given.products)
-    print(json.dumps({"peak": measure_peak(case, given.place, writes=given.run == "writing")}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.rounds import decided, levelled, spread, time_in_turn
+from benchmarks.costs import decided, levelled, spread, time_in_turn
 
 
 def test_every_action_runs_once_a_round():

@@ -4,14 +4,13 @@ import time
 
 import pytest
 
-from benchmarks.storage_rate import drop_from_cache, measured_rate
-from benchmarks.throttle import RateLimit, RateLimitedStorage
+from benchmarks.storage import RateLimit, RateLimitedStorage, drop_from_cache, measured_rate
 
 
 def test_bytes_come_no_faster_than_the_line(tmp_path):
     (tmp_path / "object").write_bytes(bytes(200_000))
     limit = RateLimit(1e6)
-    reader = RateLimitedStorage(str(tmp_path), limit).open("object")
+    reader = RateLimitedStorage(tmp_path, limit).open("object")
     started = time.perf_counter()
     reader.read(0, 100_000)
     reader.read(100_000, 50_000)

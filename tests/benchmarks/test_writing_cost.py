@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.captures import Workload, run_copies, run_forwards, run_writing
-from benchmarks.writing_cost import LAYERS, LENGTH, Case, StandIn, calibrated, measure_cost
+from benchmarks.captures import CaptureWork, run_copies, run_forwards, run_writing
+from benchmarks.writing_cost import LAYERS, LENGTH, CaptureCase, StandIn, calibrated, measure_cost
 from dspark_store import open_cache, verify_store
 from dspark_store.writers.publish import complete_store
 
-CASE = Case(width=64, codec="default", samples=8, products=1)
+CASE = CaptureCase(width=64, codec="default", samples=8, products=1)
 
 
 class Counted(StandIn):
@@ -24,7 +24,7 @@ class Counted(StandIn):
 
 
 @pytest.fixture(scope="module")
-def workload(tmp_path_factory) -> Workload:
+def workload(tmp_path_factory) -> CaptureWork:
     return CASE.workload(tmp_path_factory.mktemp("cost") / "tokens")
 
 

@@ -1,17 +1,72 @@
-"""Timing contenders in turn on a machine that is not quiet: what hits a whole round is taken out of its times."""
+"""What an action costs: seconds, processor seconds, resident memory; and contenders timed in turn.
+
+A machine is never quiet: contenders run in rounds, and what hits a whole round is taken out of its times.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 MIN_ROUNDS = 3
 DECIDED = 0.01
 """A comparison is decided when the median of its ratios is known to this share, either way."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """How long something took: seconds by the clock, and of the processor over all threads of this process."""
+
+    clock: float
+    processor: float
+
+
+def elapsed(action: Callable[[], object], device: torch.device = CPU) -> Elapsed:
+    """Run an action and wait for the device; what was queued on it before does not count."""
+    wait_for(device)
+    started = time.perf_counter(), time.process_time()
+    action()
+    wait_for(device)
+    return Elapsed(time.perf_counter() - started[0], time.process_time() - started[1])
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a CUDA device has done what was queued on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return a line of this process's /proc status in bytes: VmRSS now, or VmHWM, the peak since the last reset.
+
+    LookupError when there is no such line.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """Run an action; return the most bytes that were resident meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")
+    action()
+    return resident_bytes("VmHWM")
+
+
+def in_own_process[Result](function: Callable[..., Result], *arguments: object) -> Result:
+    """Call a function of a module in a fresh process, so that memory and threads are its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +78,7 @@ class Spread:
     high: float
 
     def rates(self, amount: float) -> Spread:
-        """Return ``amount`` a second, of seconds."""
+        """Return ``amount`` per second, of seconds."""
         return Spread(amount / self.high, amount / self.median, amount / self.low)
 
 

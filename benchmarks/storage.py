@@ -1,16 +1,22 @@
-"""Storage of a fixed rate: what a shared file system or an object store gives one reader."""
+"""Storage under measurement: its rate, a line of a fixed rate in front of it, and what files take on it."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dspark_store.format.storage import LocalObject, LocalStorage
 
+_READERS, _READ_BYTES = 8, 4 * 2**20
+
 
 class RateLimit:
-    """A line of ``bytes_per_second`` that everybody who reads must share."""
+    """A line of ``bytes_per_second`` that all readers share. ``total`` counts the bytes that went over it."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -73,10 +79,55 @@ class RateLimitedObject(LocalObject):
 class RateLimitedStorage(LocalStorage):
     """A local store behind the line; also counts what is read from it."""
 
-    def __init__(self, root: str, limit: RateLimit) -> None:
+    def __init__(self, root: Path, limit: RateLimit) -> None:
         super().__init__(root)
         self._limit = limit
 
     def open(self, key: str) -> RateLimitedObject:
         """See `LocalStorage`."""
         return RateLimitedObject(self, key, self._limit)
+
+
+def measured_rate(place: Path, readers: int = _READERS, nbytes: int = 256 * 2**20) -> float:
+    """Return bytes per second: a file is written, dropped from the page cache, and read by several threads at once.
+
+    What stands below the kernel may still hold the file in memory: a cache of the host, or of a file server.
+    """
+    block = os.urandom(_READ_BYTES)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        for _ in range(max(1, nbytes // _READ_BYTES)):
+            file.write(block)
+        file.flush()
+        drop_from_cache(Path(file.name))
+        size = file.tell()
+        started = time.perf_counter()
+        with ThreadPoolExecutor(max(readers, _READERS)) as pool:
+            list(pool.map(lambda at: os.pread(file.fileno(), _READ_BYTES, at), range(0, size, _READ_BYTES)))
+        return size / (time.perf_counter() - started)
+
+
+def sync_files(path: Path) -> None:
+    """Bring a file, or every file of a directory, to the disk."""
+    for descriptor in _descriptors(path):
+        os.fsync(descriptor)
+
+
+def drop_from_cache(path: Path) -> None:
+    """Bring a file, or every file of a directory, to the disk, and ask the kernel to drop it from the page cache."""
+    for descriptor in _descriptors(path):
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _descriptors(path: Path) -> Iterator[int]:
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            yield descriptor
+            os.close(descriptor)
+
+
+def distinct_files(place: Path, pattern: str = "**/*") -> dict[int, int]:
+    """Return the bytes of the files of a directory by inode, so that one with two names counts once."""
+    found = [path.stat() for path in place.glob(pattern) if path.is_file()]
+    return {stat.st_ino: stat.st_size for stat in found}
