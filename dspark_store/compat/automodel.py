@@ -308,18 +308,14 @@ def _record_for_manifest(storage: Storage, manifest: Mapping[str, JsonValue]) ->
             identity_digest(manifest), schema, manifest=manifest, weights=weights, checksums=record.checksums
         )
     written = record.schema
-    shard_size = schema.shard_size
-    if schema.num_samples <= written.shard_size:
-        shard_size = written.shard_size
-    merged = replace(
-        written, num_samples=schema.num_samples, shard_size=shard_size, layer_ids=written.layer_ids or layer_ids
-    )
-    expected = replace(schema, shard_size=shard_size, codec=written.codec, chunk_tokens=written.chunk_tokens)
-    different = [name for name, value in expected.layout().items() if merged.layout()[name] != value]
-    if shard_size != written.shard_size:
-        different.append("shard_size")
+    shard_size = written.shard_size if schema.num_samples <= written.shard_size else schema.shard_size
+    named = {**written.layout(), "num_samples": schema.num_samples}
+    named["layer_ids"] = named["layer_ids"] or list(layer_ids)
+    expected = replace(schema, shard_size=shard_size, codec=written.codec, chunk_tokens=written.chunk_tokens).layout()
+    different = [name for name, value in expected.items() if named[name] != value]
     if different:
-        raise ValueError(f"manifest does not match the shards of {storage} in: {', '.join(sorted(set(different)))}")
+        raise ValueError(f"manifest does not match the shards of {storage} in: {', '.join(sorted(different))}")
+    merged = replace(written, num_samples=schema.num_samples, layer_ids=written.layer_ids or layer_ids)
     return replace(record, schema=merged, manifest=manifest)
 
 

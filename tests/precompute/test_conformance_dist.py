@@ -20,7 +20,7 @@ from dspark_store.target.parallel import ParallelPlan
 from tests.precompute.jobs import answers, fill_module, interrupt, refused, sharded_module, states_of_files, write_rows
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, tiny_tokenizer
 
-REPLICATED = (Path(__file__).parent / "configs" / "replicated.yaml").read_text()
+REPLICATED = (Path(__file__).parents[1] / "compat" / "configs" / "replicated.yaml").read_text()
 TEXTS = ["one", "two", "three"]
 
 

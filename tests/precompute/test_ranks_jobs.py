@@ -18,7 +18,7 @@ from tests.precompute.jobs import arguments, states_of_files
 from tests.precompute.rank_jobs import BATCHES, RankJobs, assert_same_store
 
 PREEMPTION_SECONDS = 10
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "compat" / "configs"
 
 
 @pytest.fixture(scope="module")
