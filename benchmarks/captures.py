@@ -28,16 +28,15 @@ from dspark_store.precompute.capture import (
 )
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import ControlGroups, Crew, own_objects
-from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import Watch
-from dspark_store.precompute.world import World
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.pipeline import EncodePipeline
 
-_LEASE_SECONDS = 600.0
 BUFFER_BYTES = 512 * 2**20
 """The command's default of ``--write-buffer-bytes``."""
 
@@ -130,7 +129,7 @@ def run_writing(workload: CaptureWork, capture: Capture) -> int:
         Watch(0, 1, None) as watch,
         EncodePipeline(workload.encode_threads, BUFFER_BYTES) as pipeline,
     ):
-        world = World(0, 1, 0, LocalKeys(), watch)
+        world = World(0, 1, 0, Keys(), watch)
         shards = missing_shards(storage, schema)
         context = CaptureContext(
             storage,
@@ -146,8 +145,7 @@ def run_writing(workload: CaptureWork, capture: Capture) -> int:
             batch=lambda _: None,
             committed=lambda _, nbytes: stored.append(nbytes),
             before_commit=lambda: None,
-            check=watch.check,
-            pause=lambda: watch.pause(0.01),
+            progress=watch.progress,
         )
-        capture_shards(context, Crew(world, plan, ControlGroups(None, None), schema, shards, _LEASE_SECONDS), events)
+        capture_shards(context, Crew(world, plan, ControlGroups(None, None), schema, shards), events)
     return sum(stored)

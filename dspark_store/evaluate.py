@@ -16,7 +16,7 @@ from dspark_store.cli.progress import Bar
 from dspark_store.evaluation.decoder import Decoder
 from dspark_store.evaluation.judgement import Judgement, judge, judge_sampled, prompts_of
 from dspark_store.evaluation.sampling import Sampler
-from dspark_store.precompute.world import one_line
+from dspark_store.precompute.ranks import one_line
 from dspark_store.progress import progress_shown_by, start_progress
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples

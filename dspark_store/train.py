@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dspark_store.cli.progress import Bar
 from dspark_store.cli.train import parse_arguments
-from dspark_store.precompute.world import one_line
+from dspark_store.precompute.ranks import one_line
 from dspark_store.progress import progress_shown_by
 from dspark_store.text import log_to_stderr, say, say_error
 from dspark_store.training.checkpoint import DamagedCheckpointError

@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from dspark_store.cli.precompute import parse_arguments
 from dspark_store.cli.progress import Bar
+from dspark_store.precompute.ranks import one_line
 from dspark_store.precompute.run import run
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.watch import TERMINATED, StoppedError
-from dspark_store.precompute.world import one_line
 from dspark_store.progress import progress_shown_by
 from dspark_store.text import log_to_stderr, say
 

@@ -15,7 +15,7 @@ from dspark_store.format.schema import StateObject, StoreSchema
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.copies import HostCopies, HostCopy
-from dspark_store.precompute.crew import Activity, Crew
+from dspark_store.precompute.crew import Crew
 from dspark_store.precompute.profile import Profile
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
@@ -186,42 +186,32 @@ class ShardCapture:
 class CaptureEvents:
     """What a capture tells: the valid tokens of every batch, the valid tokens and stored bytes of every commit.
 
-    ``before_commit`` is asked before each object becomes visible and before the ledger row does, ``check`` between
-    batches; both may raise to stop. ``pause`` is called when there is nothing to do for the moment.
+    ``before_commit`` is asked before each object becomes visible and before the ledger row does, ``progress`` after
+    each batch; both may raise to stop.
     """
 
     batch: Callable[[int], None]
     committed: Callable[[int, int], None]
     before_commit: Callable[[], None]
-    check: Callable[[], None]
-    pause: Callable[[], None]
+    progress: Callable[[], None]
 
 
 def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -> None:
-    """Take shards as they become free, capture and commit them, until there are none left."""
+    """Take shards as long as there are some, capture and commit them; then help those that step together to end."""
     shard: ShardCapture | None = None
     try:
-        while True:
-            if shard is None and not crew.over:
-                number = crew.next_shard()
-                shard = None if number is None else ShardCapture(context, number)
-            wish = Activity.OVER if crew.over else Activity.WAITING
-            activity = crew.agree(Activity.WORKING if shard is not None else wish)
-            if activity is Activity.OVER:
-                return
-            if activity is Activity.WAITING:
-                with context.profile.timed("wait"):
-                    events.pause()
-            elif shard is None:
+        number = crew.next_shard()
+        while crew.any_works(works=number is not None):
+            if number is None:
                 context.run_dummy()
             else:
+                shard = shard or ShardCapture(context, number)
                 events.batch(shard.step())
-                crew.progress()
                 if shard.captured:
                     with context.profile.timed("commit"):
                         _commit(context, crew, shard, events)
-                    shard = None
-            events.check()
+                    shard, number = None, crew.next_shard()
+            events.progress()
     except BaseException:
         if shard is not None:
             shard.abort()
@@ -230,18 +220,11 @@ def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -
 
 def _commit(context: CaptureContext, crew: Crew, shard: ShardCapture, events: CaptureEvents) -> None:
     shard.drain()
-    if not crew.may_commit():  # asked first: the job may be over by now, and its lock given back
-        shard.abort()
-        return
     events.before_commit()
-
-    def on_object() -> None:
-        crew.progress()
-        events.before_commit()
 
     def publish(parts: Sequence[FinishedObjects]) -> None:
         events.before_commit()  # the objects may have taken long, and another job may have swept them by now
         report = publish_states(context.storage, context.record.schema, shard.shard, parts)
         events.committed(shard.tokens, report.stored_bytes)
 
-    crew.commit(shard.shard, shard.finish(on_object), publish)
+    crew.commit(shard.shard, shard.finish(events.before_commit), publish)

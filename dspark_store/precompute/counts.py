@@ -11,11 +11,9 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.sizes import Volume
 from dspark_store.precompute.capture import CaptureReport
 from dspark_store.precompute.estimate import stored_range
-from dspark_store.precompute.world import World
+from dspark_store.precompute.ranks import World
 from dspark_store.progress import Progress, start_progress
 from dspark_store.text import size_text
-
-_PAUSE_SECONDS = 0.2
 
 
 class CaptureCounts:
@@ -58,15 +56,17 @@ class CaptureCounts:
         for name, count in (("bytes", stored_bytes), ("stored tokens", tokens), ("shards", 1)):
             self._world.keys.add(name, count)
 
-    def pause(self) -> None:
-        """Let some time pass, and show what others have done meanwhile."""
-        self._world.watch.pause(_PAUSE_SECONDS)
-        self._show(self._count("tokens"))
+    def wait_for_all(self, shards: int) -> None:
+        """Wait until so many shards are committed, and show what others do. StoppedError when the job ends before."""
+
+        def all_committed() -> bool | None:
+            self._show(self._count("tokens"))
+            return self._count("shards") >= shards or None
+
+        self._world.wait_for(all_committed)
 
     def report(self, seconds: float) -> CaptureReport:
-        """Return what was committed, and the tokens of all shards that were to do: each shard once, however often it
-        was captured.
-        """
+        """Return what was committed, and the tokens of all shards that were to do."""
         return CaptureReport(self._count("shards"), self._todo, self._count("bytes"), seconds)
 
     def _count(self, name: str) -> int:
@@ -74,7 +74,7 @@ class CaptureCounts:
 
     def _show(self, tokens: int) -> None:
         if self._bar is not None:
-            self._bar.reach(self._done_before + min(tokens, self._todo), self._note)
+            self._bar.reach(self._done_before + tokens, self._note)
 
     def _note(self) -> str:
         stored, tokens = self._count("bytes"), self._count("stored tokens")

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from dspark_store.format.schema import StateObject, StoreSchema
-from dspark_store.precompute.board import ShardBoard
-from dspark_store.precompute.world import World
+from dspark_store.precompute.ranks import World
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.states import FinishedObjects
 
-_NONE, _OVER = -1, -2
-
-
-class Activity(IntEnum):
-    """What a crew is about to do. Ranks that must step together do the greatest of theirs."""
-
-    OVER = 0
-    WAITING = 1
-    WORKING = 2
+_NONE_LEFT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,57 +42,40 @@ def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 class Crew:
     """One rank's part in its crew.
 
-    ``shards`` are the ones to capture, the same list on every rank. The first rank of a crew leads: it speaks to the
-    board, and publishes what all of them have written.
+    ``shards`` are the ones to capture, the same list on every rank; crews take the next one from a counter that all of
+    them share. The first rank of a crew leads: it takes the shards, and publishes what all of them have written.
     """
 
     def __init__(
-        self,
-        world: World,
-        plan: ParallelPlan,
-        control: ControlGroups,
-        schema: StoreSchema,
-        shards: Sequence[int],
-        lease_seconds: float,
+        self, world: World, plan: ParallelPlan, control: ControlGroups, schema: StoreSchema, shards: Sequence[int]
     ) -> None:
         self._world = world
         self._plan = plan
         self._control = control
         self._schema = schema
+        self._shards = shards
         self._leader = plan.leader(world.rank)
         self.leads = self._leader == world.rank
-        worker = world.rank // plan.crew_size
-        self._board = ShardBoard(world.keys, shards, worker, plan.crews, lease_seconds) if self.leads else None
-        self.over = False
-        self._commits = 0
 
     def next_shard(self) -> int | None:
-        """Return the shard to capture, None when there is none now; ``over`` says that there never will be."""
-        code = _NONE
-        if self._board is not None:
-            shard = self._board.take()
-            code = shard if shard is not None else _OVER if self._board.finished else _NONE
-        code = self._from_leader(code)
-        self.over = code == _OVER
-        return code if code >= 0 else None
+        """Return the next shard to capture; None when all are taken."""
+        shard = _NONE_LEFT
+        if self.leads:
+            position = self._world.keys.add("next", 1) - 1
+            shard = self._shards[position] if position < len(self._shards) else _NONE_LEFT
+        if self._control.crew is not None:
+            value = torch.tensor([shard])
+            dist.broadcast(value, self._leader, group=self._control.crew)
+            shard = int(value)
+        return None if shard == _NONE_LEFT else shard
 
-    def agree(self, activity: Activity) -> Activity:
-        """Return the greatest activity among the ranks that must make as many forwards as this one."""
+    def any_works(self, *, works: bool) -> bool:
+        """Return whether any of the ranks that must make as many forwards as this one has a shard to work on."""
         if self._control.lockstep is None:
-            return activity
-        value = torch.tensor([int(activity)])
+            return works
+        value = torch.tensor([int(works)])
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control.lockstep)
-        return Activity(int(value))
-
-    def progress(self) -> None:
-        """Show the board that the shard in hand goes on."""
-        if self._board is not None:
-            self._board.progress()
-
-    def may_commit(self) -> bool:
-        """Ask for the right to commit the shard in hand: False when another worker has it now."""
-        claimed = self._board is not None and self._board.claim()
-        return bool(self._from_leader(int(claimed)))
+        return bool(value)
 
     def commit(
         self, shard: int, own: FinishedObjects | None, publish: Callable[[Sequence[FinishedObjects]], None]
@@ -111,31 +84,22 @@ class Crew:
 
         ``own`` is this rank's part, None for a rank that writes nothing, as may a stage none of whose layers are kept.
         """
-        self._commits += 1
-        if self._board is None:
+        if not self.leads:
             if self._plan.writes(self._world.rank):
                 part = FinishedObjects({}, 0, ()) if own is None else own
-                self._world.keys.set(self._part_key(shard, self._world.rank), part.to_json())
+                self._world.keys.set(_part_key(shard, self._world.rank), part.to_json())
             return
         parts = [] if own is None else [own]
         others = (rank for rank in self._plan.crew(self._leader) if rank != self._leader and self._plan.writes(rank))
         parts.extend(FinishedObjects.from_json(self._part(shard, rank), self._schema) for rank in others)
         publish(parts)
-        self._board.done()
 
     def _part(self, shard: int, rank: int) -> str:
-        key = self._part_key(shard, rank)
-        return self._world.wait_for(lambda: self._world.keys.get(key))
+        return self._world.wait_for(lambda: self._world.keys.get(_part_key(shard, rank)))
 
-    def _part_key(self, shard: int, rank: int) -> str:
-        return f"part/{shard}/{rank}/{self._commits}"
 
-    def _from_leader(self, code: int) -> int:
-        if self._control.crew is None:
-            return code
-        value = torch.tensor([code])
-        dist.broadcast(value, self._leader, group=self._control.crew)
-        return int(value)
+def _part_key(shard: int, rank: int) -> str:
+    return f"part/{shard}/{rank}"
 
 
 def own_objects(schema: StoreSchema, plan: ParallelPlan, rank: int, num_layers: int) -> list[StateObject]:

@@ -23,7 +23,6 @@ from dspark_store.format.metadata import has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.sizes import Volume, weight_bytes
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.board import LeaseError, longest_first
 from dspark_store.precompute.capture import (
     CaptureContext,
     CaptureEvents,
@@ -40,13 +39,13 @@ from dspark_store.precompute.estimate import refuse_full_disk
 from dspark_store.precompute.job import Job, check_identity
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.profile import Profile
-from dspark_store.precompute.refusals import tell_refusals
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.refusals import rows_read, tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_counts
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
-from dspark_store.precompute.world import World
 from dspark_store.readers.index import StoreIndex
 from dspark_store.target.batches import forward_cost
 from dspark_store.text import say
@@ -96,7 +95,7 @@ def fill_store(
                 return _fill_as_leader(world, job, storage, target, smoke=smoke)
             _fill_as_follower(world, storage, target, smoke=smoke)
             return None
-    except (LostLockError, LeaseError) as error:
+    except LostLockError as error:
         raise StoppedError(str(error), FAILED) from error
     except DamagedStoreError as error:
         if smoke:
@@ -111,14 +110,15 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
     lock = StoreLock(storage, take_over=job.config.take_over, on_lost=watch.stop, pause=watch.pause)
     watch.before_leaving(lock.release)  # before it is taken: to take it over may last
     # the lock is given back when the others have heard of a failure: they would take its absence for the cause
-    with lock, world.failure_told(), new_store_undone(storage, lock.holder):
+    with lock, world.failing_together(), new_store_undone(storage, lock.holder):
         check = partial(_check_may_write, world, storage, lock.holder)
         record = _open_or_create(job, storage)
         check_equality_class(storage, record, target.plan, target.device, allow=job.config.mix_equality_classes)
         _clean(storage, record)
         before = token_ledger(storage).committed()
         if record.phase == "tokens":
-            record = tokenise(storage, record, job.source, check)
+            with watch.working(lambda: rows_read(job.source)):
+                record = tokenise(storage, record, job.source, check, watch.progress)
             tell_refusals(job.source)
         index = StoreIndex(storage, record)
         if not smoke:  # whose few samples say nothing about all of them
@@ -154,8 +154,8 @@ def _fill_as_follower(world: World, storage: LocalStorage, target: JobTarget, *,
 
 
 def _check_may_write(world: World, storage: LocalStorage, holder: str) -> None:
-    """Raise StoppedError when the job is to end, LostLockError when the store is not its own any more."""
-    world.watch.check()
+    """Count a step of the work; StoppedError when the job is to end, LostLockError when the store is another's."""
+    world.watch.progress()
     check_lock(storage, holder)
 
 
@@ -210,7 +210,7 @@ def _shards_to_do(
     if workers == 1:
         return missing
     costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], batch_size) for shard in missing}
-    return longest_first(costs)
+    return sorted(costs, key=lambda shard: (-costs[shard], shard))
 
 
 def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:
@@ -285,7 +285,7 @@ def _capture(
         stop_on_nonfinite=config.on_nonfinite == "error",
     )
     objects = own_objects(schema, plan, world.rank, record.last_layer + 1)
-    crew = Crew(world, plan, target.control, schema, begun.shards, config.lease_seconds)
+    crew = Crew(world, plan, target.control, schema, begun.shards)
     profile = Profile()
     started = time.monotonic()
     with (
@@ -298,10 +298,13 @@ def _capture(
             batch=counts.batch,
             committed=counts.committed,
             before_commit=partial(_check_may_write, world, storage, begun.lock),
-            check=world.watch.check,
-            pause=counts.pause,
+            progress=world.watch.progress,
         )
-        capture_shards(context, crew, events)
+        with world.watch.working(lambda: (pipeline.encode_seconds, pipeline.write_seconds)):
+            capture_shards(context, crew, events)
+        if world.leads:
+            with profile.timed("wait"):
+                counts.wait_for_all(len(begun.shards))
     seconds = time.monotonic() - started
     if config.profile and not smoke:
         for line in profile.lines(seconds, pipeline.encode_seconds, pipeline.write_seconds):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from dspark_store.precompute.crew import ControlGroups, open_control_groups
+from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
-from dspark_store.precompute.world import World
 from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
 from dspark_store.target.groups import ShardGroups, open_shard_groups
 from dspark_store.target.load import input_device, load_target
@@ -25,6 +25,8 @@ from dspark_store.target.sharded import ShardedTarget, load_sharded_target
 from dspark_store.target.source import TargetSource
 
 _log = logging.getLogger(__name__)
+_GRACE_MINUTES = 1.0
+"""What a collective may take longer than a rank without progress, so that the watch, which can name it, is first."""
 
 
 def rank_device(config: PrecomputeConfig, world: World) -> torch.device:
@@ -142,10 +144,10 @@ class JobTarget:
             backend = f"cpu:gloo,cuda:{backend}"
         dist.init_process_group(
             backend,
-            store=self.world.rendezvous.torch_store,
+            store=self.world.rendezvous.group_store(),
             rank=self.world.rank,
             world_size=self.world.size,
-            timeout=dt.timedelta(minutes=self.config.timeout_minutes),
+            timeout=dt.timedelta(minutes=self.config.timeout_minutes + _GRACE_MINUTES),
         )
         self._groups = open_shard_groups(self.plan, self.device)
         self.control = open_control_groups(self.plan)

@@ -22,6 +22,11 @@ def source_reports(source: Source) -> list[tuple[str, SourceReport]]:
     return [("", source.report())] if isinstance(source, Reporting) else []
 
 
+def rows_read(source: Source) -> list[int]:
+    """Return how many rows each part of a source has read, where it counts them."""
+    return [report.read for _, report in source_reports(source)]
+
+
 def no_samples(source: Source) -> SourceError:
     """Return the error of a source that was read through and gave nothing: what became of its rows, and why."""
     told = [f"{name}: {why}" if name else why for name, report in source_reports(source) if (why := _why_none(report))]

@@ -19,11 +19,11 @@ from dspark_store.precompute.estimate import estimate_lines, recorded_rate
 from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
+from dspark_store.precompute.ranks import World, join_world
 from dspark_store.precompute.refusals import no_samples, tell_refusals
 from dspark_store.precompute.report import SampleCounts, print_report
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
-from dspark_store.precompute.world import World, join_world
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.index import StoreIndex
@@ -39,7 +39,7 @@ def run(config: PrecomputeConfig) -> int:
     of an existing store is touched, and StoppedError when another rank or a signal ends the job.
     """
     config.check()
-    with join_world() as world:
+    with join_world(60 * config.timeout_minutes) as world:
         if config.estimate:
             if world.leads:
                 storage = LocalStorage(config.output_dir)

@@ -108,8 +108,7 @@ class PrecomputeConfig(ChatOptions):
         "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N"
     )
     backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS)
-    timeout_minutes: float = _setting("minutes after which a collective operation that hangs ends the job", 30.0)
-    lease_seconds: float = _setting("seconds after which a worker without progress loses the shard it took", 600.0)
+    timeout_minutes: float = _setting("minutes after which a rank that makes no progress ends the job", 30.0)
     take_over: bool = _setting("write to a store that another living job has locked", False)
     mix_equality_classes: bool = _setting("let workers whose states may differ in the last bits add to a store", False)
     profile: bool = _setting("tell at the end how the time was shared: forward, copy, encode, write, waiting", False)
@@ -122,7 +121,7 @@ class PrecomputeConfig(ChatOptions):
             self._at_least(name, 1)
         for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size"):
             self._at_least(name, 0)
-        for name in ("tokens_per_second", "lease_seconds", "timeout_minutes"):
+        for name in ("tokens_per_second", "timeout_minutes"):
             self._is_positive(name)
         self.check_options()
         if self.shard_size % self.batch_size:

@@ -18,11 +18,16 @@ from dspark_store.writers.tokens import write_token_shard
 
 
 def tokenise(
-    storage: Storage, record: StoreRecord, source: Source, check: Callable[[], None] = lambda: None
+    storage: Storage,
+    record: StoreRecord,
+    source: Source,
+    check: Callable[[], None] = lambda: None,
+    on_sample: Callable[[], None] = lambda: None,
 ) -> StoreRecord:
     """Write the token shards that the store lacks, then settle N and enter the states phase.
 
-    ``check`` is called after every shard, and may raise to stop.
+    ``check`` is called after every shard, ``on_sample`` after every sample that the source gives; both may raise to
+    stop.
 
     Every ledger row holds the cursor into the source after its shard, so a killed phase goes on where it was, and a
     hole is filled by reading just its records.
@@ -37,7 +42,7 @@ def tokenise(
             if shard in committed:
                 count, cursor, samples = int(ledger.row(shard)[2, 1]), int(ledger.row(shard)[2, 0]), None
             else:
-                samples = _read_on(source, cursor, given) if samples is None else samples
+                samples = _calling(on_sample, _read_on(source, cursor, given)) if samples is None else samples
                 taken = list(islice(samples, record.schema.shard_size))
                 count = len(taken)
                 if taken:
@@ -58,6 +63,12 @@ def tokenise(
     if shard == 0:
         raise no_samples(source)
     return settle_tokens(storage, record)
+
+
+def _calling(on_sample: Callable[[], None], samples: Iterator[Sample]) -> Iterator[Sample]:
+    for sample in samples:
+        on_sample()
+        yield sample
 
 
 def _read_on(source: Source, cursor: int, given: int) -> Iterator[Sample]:

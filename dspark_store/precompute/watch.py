@@ -1,4 +1,4 @@
-"""What ends a job early: a failure on any rank, a rank that is gone, a signal. Threads look out for all of them.
+"""What ends a job early: a failure on any rank, a rank that is gone or stands still, a signal. Threads look for them.
 
 The main thread asks `Watch.check` between batches and while it waits, and leaves in good order. Where it cannot, inside
 a collective that will never end, say, a thread ends the process when the time for that is over. That thread waits for
@@ -16,25 +16,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Self
 
-from dspark_store.precompute.keyvalue import KeyValue
+from dspark_store.precompute.rendezvous import RENDEZVOUS_GONE, Keys
 from dspark_store.text import show
 from dspark_store.writers.process import ProcessName
 
 FAILED, TERMINATED = 1, 128 + signal.SIGTERM
-PREEMPTION_SECONDS = 8.0  # of the 10 s that schedulers grant at the least
-_FAILURE_SECONDS = 6.0
-_SILENT_SECONDS = 60.0
-_LAST_ACTS_SECONDS = 1.0
-_PERIOD = 1.0
-_HEARING_SECONDS = 10.0
 _LAST_LOOK_SECONDS = 0.5
-_RENDEZVOUS_GONE = "the rendezvous of the job is gone: the process that kept it has ended"
+_TOGETHER = 0.9
+"""Share of the longest silence from which on other ranks are named as well: they may wait for the first one, or it for
+them."""
 
 
 class StoppedError(Exception):
@@ -45,28 +42,62 @@ class StoppedError(Exception):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: between two looks; and until what is waited for is given up.
+
+    A rank that has to end gets ``failure``, after SIGTERM ``preemption``, of the 10 s that schedulers grant at the
+    least, and ``last_acts`` more where its main thread did not. A rank ``silent`` for so long is taken for dead; one
+    that works and makes no progress for ``stall`` ends the job. Rank 0 waits ``hearing`` for others to hear of an end.
+    """
+
+    period: float = 0.5
+    failure: float = 2.5
+    preemption: float = 8.0
+    last_acts: float = 1.0
+    silent: float = 60.0
+    stall: float = float("inf")
+    hearing: float = 3.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A text that another rank changes, and since when it is the same, by this process's clock."""
+
+    text: str = ""
+    since: float = field(default_factory=time.monotonic)
+
+    def unchanged(self, text: str) -> float:
+        """Look at the text again; return for how many seconds it has been the same."""
+        if text != self.text:
+            self.text, self.since = text, time.monotonic()
+        return time.monotonic() - self.since
+
+
 @dataclass(slots=True)
 class _Peer:
-    """Another rank: its process, and when its sign of life last changed, by this process's clock."""
+    """Another rank: its process, and its sign of life."""
 
     rank: int
     process: ProcessName | None = None
-    beat: str = ""
-    changed: float = field(default_factory=time.monotonic)
+    beat: _Seen = field(default_factory=_Seen)
 
 
 class Watch:
     """Looks out for reasons to stop. A context manager; ``keys`` is for the watch alone, None for a rank alone.
 
-    Rank 0 watches every rank's sign of life, the others that of rank 0, and each the processes of its own host. An
-    error that leaves the block of one of several ranks is the end of its process: the watch goes on for the seconds
-    that a failure is given, and ends a process that is still there.
+    Rank 0 watches every rank's sign of life and progress, the others those of rank 0, and each the processes of its own
+    host. An error that leaves the block of one of several ranks is the end of its process: the watch goes on for the
+    seconds that a failure is given, and ends a process that is still there.
     """
 
-    def __init__(self, rank: int, size: int, keys: KeyValue | None) -> None:
+    def __init__(self, rank: int, size: int, keys: Keys | None, patience: Patience = Patience()) -> None:
         self._rank = rank
         self._size = size
         self._keys = keys
+        self._patience = patience
+        self._steps = 0
+        self._sign: Callable[[], object] | None = None
         self._reason: StoppedError | None = None
         self._last_word = ""
         self._deadline = float("inf")
@@ -74,6 +105,7 @@ class Watch:
         self._finished, self._look, self._looked = threading.Event(), threading.Event(), threading.Event()
         self._last_acts: list[Callable[[], None]] = []
         self._peers = [_Peer(peer) for peer in range(size) if peer != rank]
+        self._progress = {peer: _Seen() for peer in (range(size) if rank == 0 else (0,))}
         self._unanswered = 0  # periods since the rendezvous last answered
         self._threads: list[threading.Thread] = []
         self._wakeup: _Wakeup | None = None
@@ -107,7 +139,7 @@ class Watch:
         if self._wakeup is not None:
             self._wakeup.wake()
         for thread in self._threads:
-            thread.join(_SILENT_SECONDS)
+            thread.join(self._patience.silent)
         if self._wakeup is not None:
             self._wakeup.close()
 
@@ -116,10 +148,27 @@ class Watch:
         if self._reason is not None:
             raise self._reason
 
-    def pause(self, seconds: float) -> None:
-        """Sleep, and check."""
-        time.sleep(seconds)
+    def progress(self) -> None:
+        """Count a step of the work, and check."""
+        self._steps += 1
         self.check()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep while there is nothing to do, and check. Waiting is progress: whoever is waited for is watched too."""
+        time.sleep(seconds)
+        self.progress()
+
+    @contextmanager
+    def working(self, sign: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Have others judge this rank by its progress in the block: by steps that it counts, and changes of ``sign``.
+
+        Outside of such blocks nothing but a process that stands still is no progress: to load a target is one step.
+        """
+        self._sign = sign
+        try:
+            yield
+        finally:
+            self._sign = None
 
     def fail(self, message: str) -> str:
         """Tell every other rank that this one has failed, unless another was first.
@@ -130,18 +179,18 @@ class Watch:
             return ""
         try:
             gone = next(filter(None, (self._gone(self._keys, peer) for peer in self._peers)), "")
-            self._keys.swap("failure", "", json.dumps({"rank": self._rank, "message": gone or message}))
+            self._keys.setdefault("failure", json.dumps({"rank": self._rank, "message": gone or message}))
             self._keys.set(f"heard/{self._rank}", "1")
             return self._failure_elsewhere(self._keys) or gone
         except RuntimeError:
-            return _RENDEZVOUS_GONE
+            return RENDEZVOUS_GONE
 
     def let_others_hear(self) -> None:
         """Wait until every other rank has heard of the failure or is gone, but not long.
 
         For rank 0, whose process may keep what the others hear it through.
         """
-        deadline = time.monotonic() + _HEARING_SECONDS
+        deadline = time.monotonic() + self._patience.hearing
         with contextlib.suppress(RuntimeError):
             while self._keys is not None and time.monotonic() < deadline:
                 if not any(_is_deaf(self._keys, peer) for peer in self._peers):
@@ -158,7 +207,7 @@ class Watch:
         """
         with self._stopping:
             if self._reason is None:
-                self._deadline = time.monotonic() + (_FAILURE_SECONDS if grace is None else grace)
+                self._deadline = time.monotonic() + (self._patience.failure if grace is None else grace)
                 rank = f"rank {self._rank}: " if self._size > 1 else ""
                 self._last_word = f"{last_word}: {rank}{message}"
                 self._reason = StoppedError(message, exit_code)
@@ -170,12 +219,12 @@ class Watch:
     def _stand_by(self, wakeup: _Wakeup) -> None:
         """Wait for signals, and for the deadline of whoever must stop."""
         while not self._finished.is_set():
-            signals = wakeup.wait(_PERIOD)
+            signals = wakeup.wait(self._patience.period)
             if signal.SIGTERM in signals:
                 self._terminate()
             self._unanswered += not signals and self._keys is not None
-            if self._unanswered * _PERIOD > _SILENT_SECONDS:
-                self.stop(f"the rendezvous of the job has not answered for {_SILENT_SECONDS:.0f} s")
+            if self._unanswered * self._patience.period > self._patience.silent:
+                self.stop(f"the rendezvous of the job has not answered for {self._patience.silent:.0f} s")
             if time.monotonic() > self._deadline and not self._finished.is_set():
                 self._leave_now()
 
@@ -185,13 +234,13 @@ class Watch:
             self._looked.clear()
             self._look.set()
             self._looked.wait(_LAST_LOOK_SECONDS)
-        self.stop("terminated: what is committed stays; go on with --resume", TERMINATED, PREEMPTION_SECONDS)
+        self.stop("terminated: what is committed stays; go on with --resume", TERMINATED, self._patience.preemption)
 
-    def _ask_around(self, keys: KeyValue) -> None:
+    def _ask_around(self, keys: Keys) -> None:
         """Show a sign of life and look at those of others, until there is a reason to stop."""
         beat = 0
         while self._reason is None:
-            self._look.wait(_PERIOD)
+            self._look.wait(self._patience.period)
             self._look.clear()
             if self._finished.is_set():
                 return
@@ -199,55 +248,74 @@ class Watch:
             try:
                 self._look_around(keys, beat)
             except RuntimeError:  # what torch raises when the process that keeps the store is gone
-                self.stop(_RENDEZVOUS_GONE)
+                self.stop(RENDEZVOUS_GONE)
             self._unanswered = 0
             self._looked.set()
 
-    def _look_around(self, keys: KeyValue, beat: int) -> None:
+    def _look_around(self, keys: Keys, beat: int) -> None:
+        sign = self._sign
         keys.set(f"beat/{self._rank}", str(beat))
+        keys.set(f"progress/{self._rank}", f"beat {beat}" if sign is None else f"{self._steps} {sign()}")
         elsewhere = self._failure_elsewhere(keys)
         if elsewhere:
             keys.set(f"heard/{self._rank}", "1")
             self.stop(elsewhere)
             return
-        for peer in self._peers:
-            why = self._gone(keys, peer)
-            if why:
-                self.fail(why)
-                self.stop(why)
-                return
+        why = next(filter(None, (self._gone(keys, peer) for peer in self._peers)), "") or self._stalled(keys)
+        if why:
+            self.fail(why)
+            self.stop(why)
 
-    def _failure_elsewhere(self, keys: KeyValue) -> str:
+    def _failure_elsewhere(self, keys: Keys) -> str:
         """Return the failure of another rank, with its name; nothing when there is none."""
         failure = keys.get("failure")
         known = json.loads(failure) if failure is not None else {"rank": self._rank}
         return "" if known["rank"] == self._rank else f"rank {known['rank']}: {known['message']}"
 
-    def _gone(self, keys: KeyValue, peer: _Peer) -> str:
+    def _gone(self, keys: Keys, peer: _Peer) -> str:
         """Return why a peer is taken for dead, empty while it lives or has ended well."""
         if peer.process is None:
             known = keys.get(f"peer/{peer.rank}")
             if known is None:
                 return ""
-            peer.process, peer.changed = ProcessName.from_json(known), time.monotonic()
+            peer.process, peer.beat = ProcessName.from_json(known), _Seen()
         if peer.process.is_local:
             dead = not peer.process.still_runs
         elif 0 in (self._rank, peer.rank):
-            beat = keys.get(f"beat/{peer.rank}") or ""
-            if beat != peer.beat:
-                peer.beat, peer.changed = beat, time.monotonic()
-            dead = time.monotonic() - peer.changed > _SILENT_SECONDS
+            dead = peer.beat.unchanged(keys.get(f"beat/{peer.rank}") or "") > self._patience.silent
         else:
             dead = False
         if not dead or keys.get(f"left/{peer.rank}") is not None or keys.get("failure") is not None:
             return ""
         return f"rank {peer.rank} (process {peer.process.pid} on {peer.process.host}) is gone"
 
+    def _stalled(self, keys: Keys) -> str:
+        """Return which ranks have made no progress for too long, empty when none has.
+
+        Ranks that step together stand still together: all are named. Rank 0 also judges itself; that it cannot is seen
+        by others later.
+        """
+        limit = self._patience.stall + (self._patience.silent if self._rank else 0.0)
+        still: dict[int, float] = {}
+        for rank, seen in self._progress.items():
+            progress = keys.get(f"progress/{rank}")
+            if progress is not None:  # else it has not come yet
+                still[rank] = seen.unchanged(progress)
+        slow = [rank for rank, seconds in still.items() if seconds > limit]
+        if all(keys.get(f"left/{rank}") is not None for rank in slow) or keys.get("failure") is not None:
+            return ""
+        ranks = [str(rank) for rank, seconds in still.items() if seconds > _TOGETHER * limit]
+        names = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have"
+        return (
+            f"{names} made no progress for {self._patience.stall / 60:g} minutes: see the log there, then go on with "
+            "--resume, with more --timeout-minutes if that is what a batch takes"
+        )
+
     def _leave_now(self) -> None:
         """End the process. The message and the last acts may hang, on a full pipe or a dead disk, and get a moment."""
         acts = threading.Thread(target=self._act_at_last, daemon=True)
         acts.start()
-        acts.join(_LAST_ACTS_SECONDS)
+        acts.join(self._patience.last_acts)
         os._exit(FAILED if self._reason is None else self._reason.exit_code)
 
     def _act_at_last(self) -> None:
@@ -262,7 +330,7 @@ def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_deaf(keys: KeyValue, peer: _Peer) -> bool:
+def _is_deaf(keys: Keys, peer: _Peer) -> bool:
     """Whether a peer neither has heard of a failure nor has ended."""
     if any(keys.get(f"{sign}/{peer.rank}") is not None for sign in ("heard", "left")):
         return False

@@ -12,8 +12,8 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # in C, not in __all__
-from torch.distributed.rendezvous import rendezvous
+
+from dspark_store.precompute.rendezvous import Keys, meet, place_in_job
 
 _TIMEOUT = timedelta(days=1)
 """How long ranks wait for each other: rank 0 alone makes an online training's tokens. torchrun ends all if one dies."""
@@ -85,7 +85,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, each of those on a host with a CUDA device of its own.
 
     An error that several of them end with in the same words is raised as it is on the first alone, as ToldError on the
-    others.
+    others; after a restart by torchrun, once more. ValueError when the environment describes half of a job.
     """
     if "RANK" not in os.environ:
         yield Ranks(0, 1, device)
@@ -93,11 +93,14 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://"))
-    store.set_timeout(_TIMEOUT)
+    rank, size = place_in_job()
+    if size == 1:
+        yield Ranks(0, 1, device)
+        return
+    rendezvous = meet(rank, size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("training", store),
+        store=rendezvous.group_store(_TIMEOUT),
         rank=rank,
         world_size=size,
         timeout=_TIMEOUT,
@@ -107,17 +110,17 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     except ToldError:
         raise
     except Exception as error:
-        if _is_told(store, error):
+        if _is_told(rendezvous.keys, error):
             raise ToldError(str(error)) from error
         raise
     finally:
         dist.destroy_process_group()
 
 
-def _is_told(store: Store, error: Exception) -> bool:
+def _is_told(keys: Keys, error: Exception) -> bool:
     """Note that an error is told, where no rank has told it yet; return whether one has."""
     words = blake2b(f"{type(error).__name__}: {error}".encode(), digest_size=16).hexdigest()
     try:
-        return int(store.add(f"told/{words}", 1)) > 1
+        return keys.add(f"told/{words}", 1) > 1
     except RuntimeError:  # the store is gone with whoever held it: better twice than never
         return False

@@ -147,8 +147,8 @@ def test_a_required_setting_cannot_be_null(tmp_path):
         ("target_num_hidden_layers", "half"),
         ("tokens_per_second", "nan"),
         ("tokens_per_second", float("inf")),
-        ("lease_seconds", float("nan")),
         ("timeout_minutes", "soon"),
+        ("timeout_minutes", float("nan")),
         ("seq_length", float("inf")),
     ],
 )
@@ -174,7 +174,6 @@ def test_a_value_of_another_kind_is_refused_by_its_setting(name, value):
         (["--pp-size", "-1"], "pp-size must be >= 1, got -1"),
         (["--fsdp-size", "-1"], "fsdp-size must be >= 0, got -1"),
         (["--target-num-hidden-layers", "0"], "target-num-hidden-layers must be >= 1, got 0"),
-        (["--lease-seconds", "0"], "lease-seconds must be a finite number > 0, got 0"),
         (["--timeout-minutes", "-2"], "timeout-minutes must be a finite number > 0, got -2"),
         (["--write-buffer-bytes", "0"], "write-buffer-bytes must be >= 1, got 0"),
     ],
@@ -185,7 +184,7 @@ def test_a_number_that_cannot_be_is_refused_by_its_flag(arguments, message):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("name", ["tokens_per_second", "lease_seconds", "timeout_minutes"])
+@pytest.mark.parametrize("name", ["tokens_per_second", "timeout_minutes"])
 def test_a_number_that_is_not_finite_is_refused_from_a_flag_and_in_python(name, value):
     with pytest.raises(ValueError, match=rf"setting '{name}' cannot be -?(nan|inf): expected a finite number"):
         parse(f"--{name.replace('_', '-')}={value}")
@@ -195,9 +194,8 @@ def test_a_number_that_is_not_finite_is_refused_from_a_flag_and_in_python(name, 
 
 def test_every_new_setting_is_a_flag_and_a_key(tmp_path):
     sizes = {"tp_size": 2, "ep_size": 3, "pp_size": 4, "fsdp_size": 5, "target_num_hidden_layers": 6}
-    times = {"lease_seconds": 1.5, "timeout_minutes": 0.5}
     switches = {"take_over": True, "profile": True, "mix_equality_classes": True}
-    values = {**sizes, **times, **switches, "reduce_dtype": "fp32", "backend": "gloo"}
+    values = {**sizes, **switches, "timeout_minutes": 0.5, "reduce_dtype": "fp32", "backend": "gloo"}
     text = "".join(f"{name}: {str(value).lower()}\n" for name, value in values.items())
     flags = ([_flag(name)] if value is True else [_flag(name), str(value)] for name, value in values.items())
     config = parse_yaml(tmp_path, text, *REQUIRED)
@@ -210,7 +208,7 @@ def test_without_new_settings_a_job_is_one_replica_a_rank():
     config = parse()
     assert (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) == (1, 1, 1, 1)
     assert (config.reduce_dtype, config.device_map, config.target_num_hidden_layers) == ("compute", None, None)
-    assert (config.lease_seconds, config.timeout_minutes, config.backend) == (600, 30, "")
+    assert (config.timeout_minutes, config.backend) == (30, "")
     assert (config.take_over, config.profile, config.mix_equality_classes) == (False, False, False)
 
 

@@ -1,23 +1,48 @@
 """What all ranks have captured is added up, and shown on rank 0."""
 
-import time
+import threading
 from dataclasses import replace
 
 import pytest
 
 from dspark_store.precompute.counts import CaptureCounts
-from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import Watch
-from dspark_store.precompute.world import World
+from dspark_store.progress import Unseen, progress_shown_by
 from tests.writers.small_store import LENGTHS, small_record
 
 SHARDS = (1, 2)  # rows 4 to 9: 45 of 81 tokens
 
 
+class Noted(Unseen):
+    """Progress that keeps what it is given."""
+
+    def __init__(self, what, total, unit, done):
+        self.begun = (what, total, unit, done)
+        self.reached: list[tuple[int, str]] = []
+
+    def reach(self, units, note):
+        self.reached.append((units, note()))
+
+
+@pytest.fixture
+def shown():
+    """All progress that is shown."""
+    bars: list[Noted] = []
+
+    def show(*begun):
+        bars.append(Noted(*begun))
+        return bars[-1]
+
+    with progress_shown_by(show):
+        yield bars
+
+
 @pytest.fixture
 def count():
     """Make the counts of two ranks, of which rank 0 shows."""
-    keys = LocalKeys()
+    keys = Keys()
     record = small_record()
     record = replace(record, schema=record.schema.settled(len(LENGTHS)))
     with Watch(0, 1, None) as watch:
@@ -36,44 +61,37 @@ def test_a_report_is_of_all_ranks(count):
     assert (report.shards, report.tokens, report.stored_bytes, report.tokens_per_second) == (2, 45, 1500, 5.0)
 
 
-def test_a_bar_goes_on_from_what_was_done_before(count, capsys):
+def test_rank_0_alone_shows_what_all_have_done_on_top_of_what_was_done_before(count, shown):
+    leader, follower = count()
+    with leader, follower:
+        leader.batch(25)
+        follower.batch(20)
+    (bar,) = shown
+    assert bar.begun == ("capture", 81, "tokens", 36)
+    assert [units for units, _ in bar.reached] == [36 + 25, 36 + 45]
+
+
+def test_rank_0_waits_until_all_shards_are_committed_and_shows_what_others_do(count, shown):
     leader, follower = count()
     with leader:
         follower.batch(45)
-        leader.pause()
-    shown = capsys.readouterr().err
-    assert "44%" in shown
-    assert "81.0/81.0" in shown
+        follower.committed(45, 1)
+        late = threading.Timer(0.05, follower.committed, (0, 1))
+        late.start()
+        leader.wait_for_all(2)
+        assert leader.report(1.0).shards == 2
+    assert shown[0].reached[0][0] == 81
 
 
-def test_a_shard_that_was_captured_twice_does_not_overfill_the_bar(count, capsys):
-    leader, follower = count()
-    with leader:
-        follower.batch(45)
-        leader.batch(30)
-    assert "81.0/81.0" in capsys.readouterr().err
-    assert leader.report(1.0).tokens == 45
-
-
-def test_only_rank_0_shows_anything(count, capsys):
-    leader, follower = count()
-    with leader:
-        capsys.readouterr()
-        with follower:
-            follower.batch(10)
-            follower.pause()
-        assert capsys.readouterr().err == ""
-
-
-def test_a_note_tells_the_size_to_come(count, monkeypatch):
+def test_a_note_tells_the_size_to_come(count, shown):
     leader, _ = count()
     with leader:
         leader.batch(24)  # not committed yet: nobody knows what they take
-        assert leader._note().endswith("expected in all")
         leader.committed(24, 24_000)
         leader.batch(10)
-        monkeypatch.setattr(time, "monotonic", lambda: leader._started + 2.0)
-        assert leader._note() == "12.00 KB/s written, about 45.00 KB in all"
+    notes = [note for _, note in shown[0].reached]
+    assert notes[0].endswith("expected in all")
+    assert notes[1].endswith("/s written, about 45.00 KB in all")
 
 
 def test_a_job_that_took_no_time_has_no_rate(count):

@@ -7,10 +7,10 @@ import pytest
 
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.shard import ObjectRecord
-from dspark_store.precompute.crew import Activity, ControlGroups, Crew, own_objects
-from dspark_store.precompute.keyvalue import LocalKeys
+from dspark_store.precompute.crew import ControlGroups, Crew, own_objects
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import StoppedError, Watch
-from dspark_store.precompute.world import World
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.states import FinishedObjects
 from tests.writers.small_store import small_record
@@ -20,16 +20,21 @@ SCHEMA = replace(small_record().schema.settled(8), layer_ids=(-1, 1, 3))
 
 
 @pytest.fixture
-def crews():
-    """Make the parts of all ranks of a job."""
+def watch():
     with Watch(0, 1, None) as watch:
+        yield watch
 
-        def make(plan, shards=(7, 8)):
-            keys = LocalKeys()
-            worlds = [World(rank, plan.world_size, rank, keys, watch) for rank in range(plan.world_size)]
-            return [Crew(world, plan, ControlGroups(None, None), SCHEMA, shards, 60.0) for world in worlds]
 
-        yield make
+@pytest.fixture
+def crews(watch):
+    """Make the parts of all ranks of a job."""
+
+    def make(plan, shards=(7, 8)):
+        keys = Keys()
+        worlds = [World(rank, plan.world_size, rank, keys, watch) for rank in range(plan.world_size)]
+        return [Crew(world, plan, ControlGroups(None, None), SCHEMA, shards) for world in worlds]
+
+    return make
 
 
 def finished(items, stored):
@@ -40,28 +45,19 @@ def names(objects):
     return [item.name for item in objects]
 
 
-def test_crews_share_out_the_shards_until_there_are_none(crews):
-    one, other = crews(ParallelPlan(2))
-    assert [one.next_shard(), other.next_shard(), one.next_shard()] == [7, 8, None]
-    assert not one.over
-    for crew, shard in ((one, 7), (other, 8)):
-        assert crew.may_commit()
-        crew.commit(shard, finished((), 1), lambda parts: None)
-    assert one.next_shard() is None
-    assert one.over
+def test_crews_take_each_shard_once_in_the_order_of_the_list(crews):
+    one, other = crews(ParallelPlan(2), shards=(8, 7, 9))
+    taken = [crew.next_shard() for crew in (one, other, other, one, other)]
+    assert taken == [8, 7, 9, None, None]
 
 
 def test_only_the_first_rank_of_a_crew_leads(crews):
     assert [crew.leads for crew in crews(ParallelPlan(4, pp=2))] == [True, False, True, False]
 
 
-def test_a_crew_alone_does_what_it_wants(crews):
+def test_a_rank_that_steps_alone_works_as_long_as_it_has_a_shard(crews):
     (crew,) = crews(ParallelPlan(1))
-    assert [crew.agree(activity) for activity in Activity] == list(Activity)
-
-
-def test_what_a_crew_does_is_the_greatest_of_what_its_ranks_do():
-    assert Activity.OVER < Activity.WAITING < Activity.WORKING
+    assert [crew.any_works(works=works) for works in (True, False)] == [True, False]
 
 
 def test_a_leader_publishes_what_every_stage_has_written(crews):
@@ -76,20 +72,10 @@ def test_a_leader_publishes_what_every_stage_has_written(crews):
     assert published == [finished(first, 5), finished(second, 6)]
 
 
-def test_a_shard_that_is_done_again_is_published_with_its_new_parts(crews):
-    leader, follower = crews(ParallelPlan(2, pp=2))
-    shard = leader.next_shard()
-    published: list[FinishedObjects] = []
-    for stored in (5, 6):
-        follower.commit(shard, finished((), stored), lambda parts: None)
-        leader.commit(shard, finished((), 1), published.extend)
-    assert [part.stored_bytes for part in published] == [1, 5, 1, 6]
-
-
-def test_a_leader_that_waits_for_a_part_ends_with_the_job(crews):
+def test_a_leader_that_waits_for_a_part_ends_with_the_job(crews, watch):
     leader, _ = crews(ParallelPlan(2, pp=2))
     shard = leader.next_shard()
-    leader._world.watch.stop("rank 1: no space is left")
+    watch.stop("rank 1: no space is left")
     with pytest.raises(StoppedError, match="rank 1: no space is left"):
         leader.commit(shard, finished((), 1), lambda parts: None)
 

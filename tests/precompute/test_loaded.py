@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dspark_store.cli.precompute import parse_arguments
-from dspark_store.precompute.keyvalue import LocalKeys
 from dspark_store.precompute.loaded import JobTarget, rank_device
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import Watch
-from dspark_store.precompute.world import World
 from dspark_store.target.parallel import ParallelPlan
 
 REQUIRED = ("--target-model", "org/target", "--input-data", "chats.jsonl", "--output-dir", "store")
@@ -35,7 +35,7 @@ def settings(*flags):
 
 
 def world(size, local_rank):
-    return World(0, size, local_rank, LocalKeys(), Watch(0, 1, None))
+    return World(0, size, local_rank, Keys(), Watch(0, 1, None))
 
 
 def test_a_rank_touches_no_device_but_its_own(gpus):

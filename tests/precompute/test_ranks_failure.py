@@ -154,21 +154,53 @@ def test_processes_that_tokenise_end_with_their_rank(jobs, tmp_path, number):
     assert outcome.ends.left == 0
 
 
-def test_a_worker_without_progress_loses_its_shard_and_commits_nothing_of_it(jobs, tmp_path):
-    plants = (Plant(1, "forward", "sleep", 3), *(Plant(rank, "forward", "each", 0.05) for rank in (0, 2)))
-    outcome = jobs.run(tmp_path / "store", "--lease-seconds", 1, world=3, plants=plants, gate=True)
-    (lost,) = outcome.ranks[1].numbers("shard")
-    assert sorted(outcome.shards) == sorted([*range(SHARDS), lost])
-    assert outcome.ranks[1].count("call link") == 0
-    assert "captured 2,030 tokens of 6 shards" in outcome.logs[0]
-    jobs.assert_equals_whole(tmp_path / "store")
+STALL_SECONDS = 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage", "rank", "named"),
+    [
+        ((), "forward", 1, "rank 1 has"),
+        *(
+            pytest.param(*case, marks=pytest.mark.storm)
+            for case in [
+                ((), "commit", 1, "rank 1 has"),
+                ((), "encode", 2, "rank 2 has"),
+                ((), "tokenise", 0, "rank 0 has"),
+                ((), "forward", 0, "rank 0 has"),
+                (FSDP, "forward", 1, "ranks 0, 1, 2 have"),
+                (PP, "forward", 1, "ranks 0, 1, 2 have"),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_rank_that_makes_no_progress_ends_the_job_and_is_named(jobs, tmp_path, flags, stage, rank, named):
+    minutes = ("--timeout-minutes", STALL_SECONDS / 60)
+    plants = (Plant(rank, stage, "sleep", 300),)
+    gate = stage not in BEFORE_SHARDS
+    outcome = jobs.start(tmp_path / "store", *flags, *minutes, world=3, plants=plants, gate=gate).wait()
+    assert outcome.exit_codes == [1, 1, 1], outcome.log
+    assert [f"{named} made no progress for 0.05 minutes" in log for log in outcome.logs] == [True] * 3, outcome.log
+    assert outcome.seconds_after(outcome.planted) < STALL_SECONDS + ENOUGH_SECONDS
+    check_resumes(jobs, tmp_path / "store")
 
 
 @pytest.mark.storm
-def test_a_worker_that_hangs_in_its_commit_ends_the_job(jobs, tmp_path):
-    plants = (Plant(1, "commit", "sleep", 60),)
-    outcome = jobs.start(tmp_path / "store", "--lease-seconds", 1, world=3, plants=plants, gate=True).wait()
-    assert outcome.exit_codes == [1, 1, 1], outcome.log
-    assert outcome.seconds_after(outcome.planted) < ENOUGH_SECONDS
-    assert "worker 1 has been committing shard" in outcome.logs[0]
-    check_resumes(jobs, tmp_path / "store")
+def test_a_rank_whose_process_is_stopped_ends_the_job(jobs, tmp_path):
+    pace = tuple(Plant(rank, "forward", "each", 0.1) for rank in range(3))
+    strike = Strike((1,), event="forward", number=signal.SIGSTOP)
+    flags = ("--timeout-minutes", STALL_SECONDS / 60)
+    job = jobs.start(tmp_path / "store", *flags, world=3, plants=pace, strike=strike, gate=True, limit=30.0)
+    outcome = job.wait()
+    assert outcome.exit_codes == [1, -9, 1], outcome.log
+    assert ["rank 1 has made no progress" in outcome.logs[rank] for rank in (0, 2)] == [True, True], outcome.log
+
+
+def test_a_slow_rank_holds_up_no_other_and_ends_nothing(jobs, tmp_path):
+    plants = (Plant(1, "forward", "sleep", 1.0), *(Plant(rank, "forward", "each", 0.02) for rank in (0, 2)))
+    outcome = jobs.run(tmp_path / "store", world=3, plants=plants, gate=True)
+    assert sorted(outcome.shards) == list(range(SHARDS))
+    assert len(outcome.ranks[1].numbers("shard")) == 1
+    assert "captured 2,030 tokens of 6 shards" in outcome.logs[0]
+    jobs.assert_equals_whole(tmp_path / "store")

@@ -33,7 +33,9 @@ def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):
     first.wait_for("forward")
     second = jobs.start(store, "--resume").wait()
     assert second.exit_code == 2
-    assert re.search(r"is being written by process \d+ on \S+ \(last sign of life \d+ s ago\); wait", second.log)
+    assert re.search(
+        r"is being written by process \d+ on \S+ since [^(]+ \(last sign of life \d+ s ago\); wait", second.log
+    )
     third = jobs.run(store, "--resume", "--take-over", world=2)
     outcome = first.wait()
     assert outcome.exit_codes == [1, 1]

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from dspark_store.precompute import watch as watch_module
-from dspark_store.precompute.keyvalue import LocalKeys
-from dspark_store.precompute.watch import FAILED, TERMINATED, StoppedError, Watch
+from dspark_store.precompute.rendezvous import Keys
+from dspark_store.precompute.watch import FAILED, TERMINATED, Patience, StoppedError, Watch
 from dspark_store.writers.lock import LEAVING_SECONDS
 from dspark_store.writers.process import ProcessName
 from tests.precompute import watched
 
 LIMIT = 60
+QUICK = Patience(period=0.01, silent=0.8)
+"""That of a watch which looks often, and soon takes silence for an end."""
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,6 @@ def port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """A watch that looks often, and loses patience soon."""
-    monkeypatch.setattr(watch_module, "_PERIOD", 0.01)
-    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.8)
 
 
 @pytest.fixture
@@ -98,7 +92,7 @@ def test_sigterm_ends_a_process_that_is_blocked_in_c_and_does_what_is_left_to_do
     process.terminate()
     code, seconds = ended(process)
     assert code == TERMINATED == 143
-    assert watched.PREEMPTION - 0.1 < seconds < watched.PREEMPTION + 5
+    assert watched.SHORT.preemption - 0.1 < seconds < watched.SHORT.preemption + 5
     assert (tmp_path / "act").exists()
     assert (tmp_path / "stderr").read_text().startswith("stopped: terminated: what is committed stays")
 
@@ -117,8 +111,8 @@ def test_a_process_that_asks_ends_in_good_order_at_sigterm(start, tmp_path):
     assert (tmp_path / "stopped").read_text() == "terminated: what is committed stays; go on with --resume"
 
 
-def test_two_ranks_of_one_host_watch_each_other(start, port, tmp_path, quick):
-    with Watch(0, 2, watched.shared_store(port, keep=True)) as watch:
+def test_two_ranks_of_one_host_watch_each_other(start, port, tmp_path):
+    with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK) as watch:
         process = start(watched.hang, port)
         watch.pause(0.2)
         process.kill()
@@ -127,124 +121,176 @@ def test_two_ranks_of_one_host_watch_each_other(start, port, tmp_path, quick):
         )
 
 
-def test_a_failure_ends_another_rank_that_is_blocked_in_c(start, port, tmp_path, quick):
-    with Watch(0, 2, watched.shared_store(port, keep=True)) as watch:
+def test_a_failure_ends_another_rank_that_is_blocked_in_c(start, port, tmp_path):
+    with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK) as watch:
         process = start(watched.hang, port)
         assert watch.fail("the chats are not JSON") == ""
         code, seconds = ended(process)
         assert code == FAILED
-        assert seconds < watched.FAILURE + 5
+        assert seconds < watched.SHORT.failure + 5
         assert (tmp_path / "stderr").read_text() == "stopped: rank 1: rank 0: the chats are not JSON\n"
         watch.let_others_hear()
 
 
-def test_an_error_that_leaves_the_block_of_a_rank_ends_its_process_even_if_the_rest_hangs(start, port, tmp_path, quick):
-    with Watch(0, 2, watched.shared_store(port, keep=True)):
+def test_an_error_that_leaves_the_block_of_a_rank_ends_its_process_even_if_the_rest_hangs(start, port, tmp_path):
+    with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK):
         process = start(watched.fail_and_hang, port)
         code, seconds = ended(process)
         assert code == FAILED
-        assert seconds < watched.FAILURE + 5
+        assert seconds < watched.SHORT.failure + 5
         assert (tmp_path / "stderr").read_text() == "error: rank 1: the disk is gone\n"
 
 
-def test_an_interrupt_that_leaves_the_block_of_a_rank_is_told_as_one(start, port, tmp_path, quick):
-    with Watch(0, 2, watched.shared_store(port, keep=True)):
+def test_an_interrupt_that_leaves_the_block_of_a_rank_is_told_as_one(start, port, tmp_path):
+    with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK):
         process = start(watched.interrupt_and_hang, port)
         assert ended(process)[0] == FAILED
         assert (tmp_path / "stderr").read_text() == "stopped: rank 1: interrupted\n"
 
 
 def test_a_job_that_was_pushed_aside_can_end_on_all_ranks_before_another_one_begins():
-    until_it_ends = watch_module._FAILURE_SECONDS + watch_module._PERIOD + watch_module._LAST_ACTS_SECONDS
-    until_others_hear = watch_module._PERIOD
-    assert until_it_ends + until_others_hear + until_it_ends < LEAVING_SECONDS
+    patience = Patience()
+    until_it_ends = patience.failure + patience.period + patience.last_acts
+    assert until_it_ends + patience.period + until_it_ends < LEAVING_SECONDS
 
 
-def test_a_failure_elsewhere_is_told_with_its_rank(quick):
-    keys = LocalKeys()
-    with Watch(1, 3, keys) as watch:
+def test_a_rank_that_is_gone_ends_all_others_within_5_seconds():
+    patience = Patience()
+    until_one_sees_it_and_others_hear = 2 * patience.period
+    assert until_one_sees_it_and_others_hear + patience.failure + patience.last_acts <= 5
+
+
+def test_a_failure_elsewhere_is_told_with_its_rank():
+    keys = Keys()
+    with Watch(1, 3, keys, QUICK) as watch:
         watch.check()
-        keys.swap("failure", "", json.dumps({"rank": 2, "message": "no space is left"}))
+        keys.setdefault("failure", json.dumps({"rank": 2, "message": "no space is left"}))
         assert ends_with(watch, "^rank 2: no space is left$").exit_code == FAILED
         until(lambda: keys.get("heard/1"))
 
 
-def test_the_first_failure_counts(quick):
-    keys = LocalKeys()
-    one, other = Watch(0, 2, keys), Watch(1, 2, keys)
+STALL = Patience(period=0.01, silent=0.3, stall=0.3)
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0)])
+def test_a_rank_that_shows_no_progress_is_named_by_rank_0_and_rank_0_by_all(rank, peer):
+    keys = Keys()
+    keys.set(f"progress/{peer}", "7 None")
+    with Watch(rank, 3, keys, STALL) as watch:
+        ends_with(watch, f"^rank {peer} has made no progress for 0.005 minutes: .* --timeout-minutes")
+        assert json.loads(keys.get("failure") or "")["rank"] == rank
+
+
+def test_ranks_that_stand_still_together_are_all_named():
+    keys = Keys()
+    for peer in (1, 3):
+        keys.set(f"progress/{peer}", "7 None")
+    with Watch(0, 4, keys, STALL) as watch:
+        ends_with(watch, "^ranks 1, 3 have made no progress")
+
+
+def test_rank_0_is_told_that_it_makes_no_progress_itself():
+    keys = Keys()
+    with Watch(0, 2, keys, STALL) as watch, watch.working():
+        until(lambda: keys.get("failure"))
+        assert json.loads(keys.get("failure") or "")["message"].startswith("rank 0 has made no progress")
+
+
+def test_work_shows_its_steps_and_signs_and_whatever_is_no_work_shows_that_its_process_lives():
+    keys, signs = Keys(), iter(range(10**6))
+    with Watch(1, 2, keys, QUICK) as watch:
+        until(lambda: (keys.get("progress/1") or "").startswith("beat 3"))
+        with watch.working(lambda: next(signs)):
+            until(lambda: keys.get("progress/1") == "0 3")
+            watch.progress()
+            until(lambda: (keys.get("progress/1") or "").startswith("1 "))
+            watch.pause(0)
+            until(lambda: (keys.get("progress/1") or "").startswith("2 "))
+        until(lambda: (keys.get("progress/1") or "").startswith("beat"))
+
+
+def test_a_rank_that_has_not_come_or_has_left_well_does_not_stand_still():
+    keys = Keys()
+    keys.set("left/1", "1")
+    keys.set("progress/1", "7 None")
+    with Watch(0, 3, keys, STALL) as watch:
+        watch.pause(0.6)
+
+
+def test_the_first_failure_counts():
+    keys = Keys()
+    one, other = Watch(0, 2, keys, QUICK), Watch(1, 2, keys, QUICK)
     assert one.fail("first") == ""
     assert other.fail("second") == "rank 0: first"
 
 
-def test_a_rank_is_not_stopped_by_its_own_failure(quick):
-    with Watch(0, 2, LocalKeys()) as watch:
+def test_a_rank_is_not_stopped_by_its_own_failure():
+    with Watch(0, 2, Keys(), QUICK) as watch:
         watch.fail("mine")
         watch.pause(0.1)
 
 
-def test_rank_0_waits_until_all_others_have_heard(monkeypatch, elsewhere):
-    keys = LocalKeys()
+def test_rank_0_waits_until_all_others_have_heard(elsewhere):
+    keys = Keys()
     watch = Watch(0, 2, keys)
     keys.set("peer/1", elsewhere.to_json())
     heard = threading.Timer(0.2, lambda: keys.set("heard/1", "1"))
     heard.start()
     watch.let_others_hear()
     assert keys.get("heard/1") == "1"
-    monkeypatch.setattr(watch_module, "_HEARING_SECONDS", 0.1)
-    deaf = Watch(0, 3, keys)
-    deaf.let_others_hear()
+    Watch(0, 3, keys, Patience(hearing=0.1)).let_others_hear()
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (0, 2), (1, 0)])
-def test_silence_elsewhere_is_noticed_by_rank_0_and_that_of_rank_0_by_all(quick, elsewhere, rank, peer):
-    keys = LocalKeys()
+def test_silence_elsewhere_is_noticed_by_rank_0_and_that_of_rank_0_by_all(elsewhere, rank, peer):
+    keys = Keys()
     keys.set(f"peer/{peer}", elsewhere.to_json())
-    with Watch(rank, 3, keys) as watch:
+    with Watch(rank, 3, keys, QUICK) as watch:
         ends_with(watch, rf"rank {peer} \(process 7 on elsewhere\) is gone")
         assert json.loads(keys.get("failure") or "")["rank"] == rank
 
 
-def test_two_ranks_that_are_not_0_do_not_listen_to_each_other(quick, elsewhere):
-    keys = LocalKeys()
+def test_two_ranks_that_are_not_0_do_not_listen_to_each_other(elsewhere):
+    keys = Keys()
     keys.set("peer/2", elsewhere.to_json())
-    with Watch(1, 3, keys) as watch:
+    with Watch(1, 3, keys, QUICK) as watch:
         watch.pause(1.1)
 
 
-def test_a_rank_elsewhere_that_gives_signs_of_life_lives(quick, elsewhere):
-    keys = LocalKeys()
+def test_a_rank_elsewhere_that_gives_signs_of_life_lives(elsewhere):
+    keys = Keys()
     keys.set("peer/1", elsewhere.to_json())
-    with Watch(0, 2, keys) as watch:
+    with Watch(0, 2, keys, QUICK) as watch:
         for beat in range(22):
             keys.set("beat/1", str(beat))
             watch.pause(0.05)
 
 
-def test_a_rank_that_comes_late_is_not_taken_for_silent(quick, elsewhere):
-    keys = LocalKeys()
-    with Watch(0, 2, keys) as watch:
+def test_a_rank_that_comes_late_is_not_taken_for_silent(elsewhere):
+    keys = Keys()
+    with Watch(0, 2, keys, QUICK) as watch:
         watch.pause(1.0)
         keys.set("peer/1", elsewhere.to_json())
         watch.pause(0.2)
 
 
-def test_a_rank_that_left_well_is_not_taken_for_dead(quick, elsewhere):
-    keys = LocalKeys()
+def test_a_rank_that_left_well_is_not_taken_for_dead(elsewhere):
+    keys = Keys()
     for rank, process in enumerate([replace(ProcessName.own(), started="1"), elsewhere], 1):
         keys.set(f"left/{rank}", "1")
         keys.set(f"peer/{rank}", process.to_json())
-    with Watch(0, 3, keys) as watch:
+    with Watch(0, 3, keys, QUICK) as watch:
         watch.pause(1.1)
 
 
-def test_a_watch_leaves_well(quick):
-    keys = LocalKeys()
-    with Watch(1, 2, keys):
+def test_a_watch_leaves_well():
+    keys = Keys()
+    with Watch(1, 2, keys, QUICK):
         pass
     assert keys.get("left/1") == "1"
 
 
-class Broken(LocalKeys):
+class Broken(Keys):
     """Keys whose store goes away, or never answers again."""
 
     def __init__(self):
@@ -259,41 +305,40 @@ class Broken(LocalKeys):
         super().set(key, value)
 
 
-def test_the_end_of_the_rendezvous_is_a_reason_to_stop(quick):
+def test_the_end_of_the_rendezvous_is_a_reason_to_stop():
     keys = Broken()
-    with Watch(1, 2, keys) as watch:
+    with Watch(1, 2, keys, QUICK) as watch:
         keys.gone = True
         ends_with(watch, "the rendezvous of the job is gone")
         assert "rendezvous" in watch.fail("something else")
 
 
-def test_a_rendezvous_that_does_not_answer_is_a_reason_to_stop(quick):
+def test_a_rendezvous_that_does_not_answer_is_a_reason_to_stop():
     keys = Broken()
-    with Watch(1, 2, keys) as watch:
+    with Watch(1, 2, keys, QUICK) as watch:
         keys.answers.clear()
         ends_with(watch, "the rendezvous of the job has not answered for 1 s")
         keys.answers.set()
 
 
-def test_a_rendezvous_that_does_not_answer_holds_up_no_sigterm(monkeypatch):
-    monkeypatch.setattr(watch_module, "_PERIOD", 0.01)
+def test_a_rendezvous_that_does_not_answer_holds_up_no_sigterm():
     keys = Broken()
-    with Watch(1, 2, keys) as watch:
+    with Watch(1, 2, keys, Patience(period=0.01)) as watch:
         keys.answers.clear()
         os.kill(os.getpid(), signal.SIGTERM)
         assert ends_with(watch, "terminated").exit_code == TERMINATED
         keys.answers.set()
 
 
-def test_torchruns_sigterm_after_a_failure_is_told_as_the_failure(monkeypatch):
-    keys = LocalKeys()
+def test_torchruns_sigterm_after_a_failure_is_told_as_the_failure():
+    keys = Keys()
     with Watch(1, 2, keys) as watch:
-        keys.swap("failure", "", json.dumps({"rank": 0, "message": "no space is left"}))
+        keys.setdefault("failure", json.dumps({"rank": 0, "message": "no space is left"}))
         os.kill(os.getpid(), signal.SIGTERM)
         assert ends_with(watch, "rank 0: no space is left").exit_code == FAILED
 
 
-def test_sigterm_is_a_reason_to_stop_and_other_signals_are_not(monkeypatch):
+def test_sigterm_is_a_reason_to_stop_and_other_signals_are_not():
     old = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
         with Watch(0, 1, None) as watch:
@@ -312,7 +357,7 @@ def test_the_first_reason_counts():
         assert ends_with(watch, "first").exit_code == 3
 
 
-def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler(quick):
+def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler():
     def handler(number, frame):
         pass
 
@@ -322,8 +367,8 @@ def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler(quick):
     old_wakeup = signal.set_wakeup_fd(one.fileno())
     try:
         before = leftovers()
-        for keys in (None, LocalKeys()):
-            with Watch(0, 2 if keys else 1, keys):
+        for keys in (None, Keys()):
+            with Watch(0, 2 if keys else 1, keys, QUICK):
                 assert signal.getsignal(signal.SIGTERM) is not handler
         assert leftovers() == before
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -343,13 +388,13 @@ def test_an_error_of_a_rank_alone_leaves_nothing_either():
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_off_the_main_thread_a_watch_works_and_leaves_signals_alone(quick):
-    handlers, reasons, keys = [], [], LocalKeys()
+def test_off_the_main_thread_a_watch_works_and_leaves_signals_alone():
+    handlers, reasons, keys = [], [], Keys()
 
     def run():
-        with Watch(1, 2, keys) as watch:
+        with Watch(1, 2, keys, QUICK) as watch:
             handlers.append(signal.getsignal(signal.SIGTERM))
-            keys.swap("failure", "", json.dumps({"rank": 0, "message": "no"}))
+            keys.setdefault("failure", json.dumps({"rank": 0, "message": "no"}))
             reasons.append(str(ends_with(watch, "rank 0: no")))
 
     thread = threading.Thread(target=run)

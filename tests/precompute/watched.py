@@ -10,20 +10,19 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
-from dspark_store.precompute import watch as watch_module
-from dspark_store.precompute.keyvalue import SharedStore
-from dspark_store.precompute.watch import StoppedError, Watch
+from dspark_store.precompute.rendezvous import Keys
+from dspark_store.precompute.watch import Patience, StoppedError, Watch
 
-PREEMPTION, FAILURE = 0.6, 0.6
+SHORT = Patience(period=0.05, preemption=0.6, failure=0.6)
 FOR_LONG = 30
 
 type Act = Callable[[Path, Watch], None]
 
 
-def shared_store(port: int, *, keep: bool = False) -> SharedStore:
+def shared_keys(port: int, *, keep: bool = False) -> Keys:
     """Connect to the store at a port; ``keep`` it there."""
-    timeout = dt.timedelta(seconds=20)
-    return SharedStore(TCPStore("127.0.0.1", port, is_master=keep, wait_for_workers=False, timeout=timeout), "watch")
+    timeout = dt.timedelta(seconds=60)
+    return Keys(TCPStore("127.0.0.1", port, is_master=keep, wait_for_workers=False, timeout=timeout))
 
 
 def block_in_c() -> None:
@@ -78,10 +77,9 @@ def run_rank(act: Act, place: Path, port: int | None, rank: int = 1) -> None:
     """Be one of two ranks, or alone without a port; end as the command does."""
     error_file = os.open(place / "stderr", os.O_WRONLY | os.O_CREAT)
     os.dup2(error_file, 2)
-    vars(watch_module).update(PREEMPTION_SECONDS=PREEMPTION, _FAILURE_SECONDS=FAILURE, _PERIOD=0.05)
-    keys = None if port is None else shared_store(port)
+    keys = None if port is None else shared_keys(port)
     try:
-        with Watch(rank, 1 if keys is None else 2, keys) as watch:
+        with Watch(rank, 1 if keys is None else 2, keys, SHORT) as watch:
             act(place, watch)
     except StoppedError as error:
         (place / "stopped").write_text(str(error))

@@ -1,15 +1,19 @@
 import dataclasses
+import multiprocessing
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
 from dspark_store.cli.train import parse_arguments
 from dspark_store.training.loop import found_checkpoint
-from dspark_store.training.ranks import Ranks, ToldError, _is_told, joined_ranks, leads
+from dspark_store.training.ranks import Ranks, joined_ranks, leads
 from tests.training.runs import flags, run
+from tests.training.started import end_with_the_same_error
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+LIMIT = 120
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +40,53 @@ def test_ranks_that_find_different_checkpoints_are_refused(store, tmp_path):
         found_checkpoint(config, Beside(0, 2, torch.device("cpu")))
 
 
-def test_an_error_is_told_by_the_first_rank_that_has_it():
-    store = HashStore()
-    told = [_is_told(store, error) for error in (ValueError("a"), ValueError("b"), ValueError("a"), OSError("a"))]
-    assert told == [False, False, True, False]
-
-
 @pytest.fixture
-def torchrun(monkeypatch):
-    """The environment that torchrun gives the only rank, and the store that it keeps."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
-    for name, value in {**names, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+def port():
+    """The port of a store that this process keeps, as torchrun's agent does over restarts."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def test_an_error_of_all_ranks_is_told_once_in_each_start_on_one_store(port, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.started"])
+    for start in ("first", "restart"):
+        place = tmp_path / start
+        place.mkdir()
+        ranks = [context.Process(target=end_with_the_same_error, args=(rank, port, place)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(LIMIT)
+            assert rank.exitcode == 0
+        assert sorted(path.name.partition("-")[0] for path in place.iterdir()) == ["tells", "told"]
+        assert [path.read_text() for path in place.iterdir()] == ["3 ValueError"] * 2
+
+
+def test_an_error_of_the_only_rank_is_its_own(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    return store
+    places: list[tuple[int, int]] = []
+
+    def end():
+        with joined_ranks(CPU) as ranks:
+            places.append((ranks.rank, ranks.size))
+            raise ValueError("in these words")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in these words"):
+            end()
+    assert places == [(0, 1)] * 2
 
 
-def ended(error):
-    with joined_ranks(torch.device("cpu")) as ranks:
-        assert (ranks.rank, ranks.size) == (0, 1)
-        raise error
-
-
-def test_what_ends_a_rank_is_raised_as_it_is_once(torchrun):
-    with pytest.raises(ValueError, match="in these words"):
-        ended(ValueError("in these words"))
-    with pytest.raises(ToldError, match="in these words") as told:
-        ended(ValueError("in these words"))
-    assert isinstance(told.value.__cause__, ValueError)
+def test_half_a_job_in_the_environment_is_refused(monkeypatch):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but MASTER_ADDR is not set"), joined_ranks(CPU):
+        pass
 
 
 def test_rank_0_leads_and_so_does_a_process_alone(monkeypatch):

@@ -12,7 +12,7 @@ from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.estimate.measurement import Encoder, RowStates
 from dspark_store.precompute.job import Job, plan_target
 from dspark_store.precompute.loaded import JobTarget
-from dspark_store.precompute.world import join_world
+from dspark_store.precompute.ranks import join_world
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 

@@ -8,12 +8,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.precompute.board import LeaseError
-from dspark_store.precompute.keyvalue import KeyValue, LocalKeys, ScopedKeys, SharedStore
-from dspark_store.precompute.watch import FAILED, StoppedError, Watch
+from dspark_store.precompute.rendezvous import Keys, Rendezvous, meet, place_in_job, whole_number
+from dspark_store.precompute.watch import FAILED, Patience, StoppedError, Watch
 from dspark_store.writers.lock import LostLockError
 
 _LEAVING_SECONDS = 600.0
@@ -35,9 +34,9 @@ class World:
     rank: int
     size: int
     local_rank: int | None
-    keys: KeyValue
+    keys: Keys
     watch: Watch
-    rendezvous: SharedStore | None = None
+    rendezvous: Rendezvous | None = None
 
     @property
     def leads(self) -> bool:
@@ -64,7 +63,7 @@ class World:
         return answer
 
     @contextmanager
-    def failure_told(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """Let an error that leaves the block end the job on every rank.
 
         Rank 0 stays in the block until the others have heard of it, so that they go on for no longer than they must
@@ -76,44 +75,36 @@ class World:
         except BaseException as error:
             if self.size == 1:
                 raise
-            why = _cause(error, self.watch)
+            cause = _cause(error, self.watch)
             if self.leads:
                 self.watch.let_others_hear()
-            if why is error:
+            if cause is error:
                 raise
-            raise why from error
+            raise cause from error
 
     def scoped(self, scope: str) -> World:
         """Return the same world with keys of its own."""
-        return World(self.rank, self.size, self.local_rank, ScopedKeys(self.keys, scope), self.watch, self.rendezvous)
+        return replace(self, keys=self.keys.scoped(scope))
 
 
 @contextmanager
-def join_world() -> Iterator[World]:
+def join_world(stall_seconds: float = float("inf")) -> Iterator[World]:
     """Join the job that torchrun has described in the environment; without torchrun, be a job of one process.
 
-    An error that leaves the block ends the job on every rank. ValueError when the environment describes half of a job.
+    An error that leaves the block ends the job on every rank; so does a rank that makes no progress for
+    ``stall_seconds``: see `Watch.working`. ValueError when the environment describes half of a job.
     """
-    size = _whole("WORLD_SIZE", 1)
-    if size < 1:
-        raise ValueError(f"the environment's WORLD_SIZE is {size}, expected at least 1: start the job with torchrun")
+    rank, size = place_in_job()
     if size == 1:
         with Watch(0, 1, None) as watch:
-            yield World(0, 1, 0, LocalKeys(), watch)
+            yield World(0, 1, 0, Keys(), watch)
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(f"WORLD_SIZE is {size} but {missing[0]} is not set: start the job with torchrun")
-    rank = _whole("RANK", 0)
-    if not 0 <= rank < size:
-        raise ValueError(f"the environment's RANK is {rank}, expected 0 to {size - 1}: start the job with torchrun")
-    _whole("MASTER_PORT", 0)
-    store = SharedStore.connect(rank, size)
-    with Watch(rank, size, store.again()) as watch:
-        world = World(rank, size, _local_rank(), store, watch, store)
-        with world.failure_told():
+    rendezvous = meet(rank, size)
+    with Watch(rank, size, rendezvous.keys_for_thread(), Patience(stall=stall_seconds)) as watch:
+        world = World(rank, size, local_rank(), rendezvous.keys, watch, rendezvous)
+        with world.failing_together():
             yield world
-            _leave_together(world)
+            leave_together(world)
 
 
 def _cause(error: BaseException, watch: Watch) -> BaseException:
@@ -135,18 +126,21 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     text = " ".join(str(error).split())
-    foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError | LostLockError | LeaseError)
+    foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError | LostLockError)
     return text if foreseen and text else f"{type(error).__name__}: {text or 'no reason given'}"
 
 
-def _leave_together(world: World) -> None:
-    """End only when every rank has come here, rank 0 last: the store may live in its process."""
-    others, deadline = world.size - 1, time.monotonic() + _LEAVING_SECONDS
+def leave_together(world: World, seconds: float = _LEAVING_SECONDS) -> None:
+    """End only when every rank has come here, rank 0 last: the store may live in its process.
+
+    StoppedError when one has not within ``seconds``.
+    """
+    others, deadline = world.size - 1, time.monotonic() + seconds
     world.keys.add("ended", 1)
 
     def all_ended() -> bool | None:
         if time.monotonic() > deadline:
-            raise StoppedError(f"the job is done, but a rank has not ended within {_LEAVING_SECONDS:.0f} s", FAILED)
+            raise StoppedError(f"the job is done, but a rank has not ended within {seconds:.0f} s", FAILED)
         return world.keys.add("ended", 0) > others or None
 
     world.wait_for(all_ended)
@@ -157,16 +151,7 @@ def _leave_together(world: World) -> None:
         world.keys.add("leaving", 1)
 
 
-def _local_rank() -> int | None:
+def local_rank() -> int | None:
+    """Return this process's number on its host, None where nothing in the environment says it."""
     known = [name for name in _LOCAL_RANKS if name in os.environ]
-    return _whole(known[0], 0) if known else None
-
-
-def _whole(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ValueError(
-            f"the environment's {name} is {text!r}, not a whole number: start the job with torchrun"
-        ) from error
+    return whole_number(known[0], 0) if known else None

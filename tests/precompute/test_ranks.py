@@ -6,10 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from dspark_store.precompute import world as world_module
-from dspark_store.precompute.keyvalue import LocalKeys, SharedStore
+from dspark_store.precompute.ranks import World, join_world, leave_together, local_rank, one_line
+from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import StoppedError, Watch
-from dspark_store.precompute.world import World, join_world, one_line
 from dspark_store.writers.lock import LostLockError
 
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -22,17 +21,10 @@ def no_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-class OwnKeys(LocalKeys):
-    """Keys of one process that poses as a rank of several."""
-
-    def again(self):
-        return self
-
-
 @pytest.fixture
 def worlds():
     """Two ranks in one process, with what they share."""
-    keys = LocalKeys()
+    keys = Keys()
     with Watch(0, 1, None) as watch:
         yield [World(rank, 2, rank, keys, watch) for rank in range(2)]
 
@@ -67,17 +59,13 @@ def test_half_a_job_in_the_environment_is_refused(environment, message, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("environment", "local_rank"),
+    ("environment", "number"),
     [({}, None), ({"SLURM_LOCALID": "3"}, 3), ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, 2)],
 )
-def test_a_rank_knows_its_number_on_its_host_from_whoever_started_it(environment, local_rank, monkeypatch):
-    job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    for name, value in {**job, **environment}.items():
+def test_a_rank_knows_its_number_on_its_host_from_whoever_started_it(environment, number, monkeypatch):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(SharedStore, "connect", lambda rank, size: OwnKeys())
-    monkeypatch.setattr(world_module, "_leave_together", lambda world: None)
-    with join_world() as world:
-        assert world.local_rank == local_rank
+    assert local_rank() == number
 
 
 def test_what_rank_0_shares_is_received(worlds):
@@ -110,27 +98,29 @@ def test_two_scopes_of_a_world_share_nothing(worlds):
 
 
 def test_others_hear_of_an_error_before_what_is_around_its_block_is_undone():
-    keys, told = LocalKeys(), []
+    keys, told = Keys(), []
     keys.set("heard/1", "1")
 
     def fail(world):
         with ExitStack() as around:
             around.callback(lambda: told.append(json.loads(keys.get("failure") or "null")))
-            around.enter_context(world.failure_told())
+            around.enter_context(world.failing_together())
             raise ValueError("no such row")
 
     with Watch(0, 2, keys) as watch, pytest.raises(ValueError, match="no such row"):
-        fail(World(0, 2, 0, LocalKeys(), watch))
+        fail(World(0, 2, 0, Keys(), watch))
     assert told == [{"rank": 0, "message": "no such row"}]
 
 
 def test_an_error_that_a_lost_peer_may_have_caused_waits_for_the_failure_that_did():
-    keys, error = LocalKeys(), ValueError("cannot load the weights")
+    keys, error = Keys(), ValueError("cannot load the weights")
     error.__cause__ = RuntimeError("connection closed by peer")
     failure = json.dumps({"rank": 0, "message": "no space is left"})
-    late = threading.Timer(0.05, keys.swap, ("failure", "", failure))
+    late = threading.Timer(0.05, keys.setdefault, ("failure", failure))
     late.start()
-    assert str(world_module._cause(error, Watch(1, 2, keys))) == "rank 0: no space is left"
+    world = World(1, 2, 1, Keys(), Watch(1, 2, keys))
+    with pytest.raises(StoppedError, match=r"^rank 0: no space is left$"), world.failing_together():
+        raise error
     late.join()
 
 
@@ -150,9 +140,6 @@ def test_an_error_is_told_in_one_line(error, line):
     assert one_line(error) == line
 
 
-def test_a_rank_that_never_ends_does_not_keep_the_others_for_ever(monkeypatch):
-    monkeypatch.setattr(world_module, "_LEAVING_SECONDS", 0.05)
-    with Watch(0, 1, None) as watch:
-        world = World(0, 2, 0, LocalKeys(), watch)
-        with pytest.raises(StoppedError, match="the job is done, but a rank has not ended"):
-            world_module._leave_together(world)
+def test_a_rank_that_never_ends_does_not_keep_the_others_for_ever(worlds):
+    with pytest.raises(StoppedError, match="the job is done, but a rank has not ended within 0 s"):
+        leave_together(worlds[0], seconds=0.05)
