@@ -80,10 +80,11 @@ def stored_chunks(cache: Cache, sample: int) -> list[memoryview]:
     ]
     for item in distinct:
         expected = Expected(cache.record.store_id, item.place(shard))
-        stored = open_object(cache.storage, item.key(shard), schema.states.slots, expected)
+        stored = open_object(cache.storage, item.key(shard), schema.states, expected)
         first = row * schema.states.chunks_per_row
         for slot in range(first, first + schema.states.chunks_of(int(cache.lengths[sample]))):
-            data = stored.reader.read(int(stored.tail.offsets[slot]), int(stored.tail.sizes[slot]))
+            begin, end = stored.tail.bounds[row, slot - first : slot - first + 2].tolist()
+            data = stored.reader.read(begin, end - begin)
             chunks.append(memoryview(data)[:-CRC_BYTES])
         stored.reader.close()
     return chunks

@@ -18,10 +18,10 @@ from benchmarks.samples import Samples, write_samples
 from benchmarks.setting import Setting
 from benchmarks.storage import RateLimit, RateLimitedStorage
 from dspark_store import Cache
-from dspark_store.format.objects import Expected
+from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS, open_chunks
+from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.plan import SampleSpan
 from dspark_store.readers.tensors import batch_shape, column_dtype
 
@@ -125,7 +125,7 @@ class Trial:
             expected = Expected(cache.record.store_id, item.place(0), cache.index.object_record(0, 3))
             line.reset()
             started = time.perf_counter()
-            open_chunks(cache.storage, item.key(0), schema.states, expected).reader.close()
+            open_object(cache.storage, item.key(0), schema.states, expected).reader.close()
             objects.append(time.perf_counter() - started)
         return Opening(statistics.median(stores) * 1e3, statistics.median(objects) * 1e3, line.total)
 
@@ -158,11 +158,11 @@ class Reading:
             slots = range(request.layer // self._setting.layers, request.layer // self._setting.layers + 1)
         batch = self._memory.batch(self._cache, request, len(slots))
         if not self._scattered:
-            self._cache.read_spans(request.spans, slots, batch)
+            self._cache.reader.read(request.spans, slots, batch)
             return batch
         for span in request.spans:
             row = {name: values[span.batch : span.batch + 1] for name, values in batch.items()}
-            self._cache.read_spans([span._replace(batch=0)], slots, row)
+            self._cache.reader.read([span._replace(batch=0)], slots, row)
         return batch
 
     def seconds(self, wanted: Sequence[Request]) -> float:

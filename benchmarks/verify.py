@@ -84,13 +84,12 @@ def _decode_object(cache: Cache, key: str) -> None:
     schema = cache.schema
     chain = schema.chain(LAST)
     reader = cache.storage.open(key)
-    tail = read_tail(reader, schema.states.slots)
+    tail = read_tail(reader, schema.states)
     out = np.empty((schema.chunk_tokens, schema.hidden_size), schema.dtype.stored)
-    stored = np.empty(int(tail.sizes.max()), np.uint8)
-    for slot in sorted(np.flatnonzero(tail.present), key=lambda slot: int(tail.offsets[slot])):
-        chunk = memoryview(stored)[: int(tail.sizes[slot])]
-        reader.read_into(chunk, int(tail.offsets[slot]))
-        chain.decode(chunk, out, crc=int(tail.crcs[slot]))
+    begins, ends = tail.bounds[:, :-1].ravel(), tail.bounds[:, 1:].ravel()
+    for slot in sorted(np.flatnonzero(tail.present), key=lambda slot: int(begins[slot])):
+        chunk = memoryview(reader.read(int(begins[slot]), int(ends[slot] - begins[slot])))
+        chain.decode(chunk, out, crc=int(tail.crcs.flat[slot]))
     reader.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ import torch
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.objects import Expected
+from dspark_store.format.objects import Expected, Scratch, StoredObject, open_object
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import Place
 from dspark_store.format.storage import Storage
-from dspark_store.readers.fetch import Fetcher, ObjectPool, OpenObject, Scratch, open_chunks
+from dspark_store.readers.fetch import Fetcher, ObjectName, ObjectPool
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import (
@@ -33,12 +33,16 @@ from dspark_store.readers.threads import ReadThreads
 _READ_BYTES = 16 * 1024 * 1024
 
 
-class ObjectName(NamedTuple):
-    """An object of the store: ``slot`` counts the layers of a column, 0 where it has none."""
+class SpanReader(Protocol):
+    """What fills a batch: `BatchReader`, or a live target in a store's place."""
 
-    column: str
-    shard: int
-    slot: int
+    def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
+        """Fill the batch's tensors, by column, with spans of samples in the layer ``slots``."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and open objects; the next read takes new ones."""
+        ...
 
 
 class BatchReader:
@@ -67,7 +71,7 @@ class BatchReader:
         if open_objects < 1:
             raise ValueError(f"open_objects must be >= 1, got {open_objects}")
         # a thread may hold one more object, which it just opened, or which was let go while it reads
-        self._objects = ObjectPool[ObjectName](max(1, open_objects - threads))
+        self._objects = ObjectPool(max(1, open_objects - threads))
         self._threads = ReadThreads(threads)
         self._scratch = Scratch()
 
@@ -151,7 +155,7 @@ class BatchReader:
 
     def _fetch(self, column: str, fetcher: Fetcher, read: ObjectRead) -> None:
         try:
-            stored = self._objects.get(ObjectName(column, read.shard, read.slot), self._open)
+            stored = self._objects.get((column, read.shard, read.slot), self._open)
         except (DamagedStoreError, OSError) as error:
             raise self._located(error, column, read, read.spans) from error
         try:
@@ -195,7 +199,7 @@ class BatchReader:
     def _grid(self, column: str) -> ShardGrid:
         return self._tokens if column in (IDS, MASK) else self._states
 
-    def _open(self, name: ObjectName) -> OpenObject:
+    def _open(self, name: ObjectName) -> StoredObject:
         column, shard, slot = name
         if column in (IDS, MASK):
             position, layer = TOKEN_OBJECTS.index(column), None
@@ -204,4 +208,4 @@ class BatchReader:
             layer = self._schema.layer_id(slot) if column == LAYERS else None
         record = self._index.object_record(shard, position)
         expected = Expected(self._record.store_id, Place(column, slot, layer, shard), record)
-        return open_chunks(self._storage, object_key(column, shard, slot), self._grid(column), expected)
+        return open_object(self._storage, object_key(column, shard, slot), self._grid(column), expected)

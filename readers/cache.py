@@ -19,12 +19,12 @@ from dspark_store.format.schema import (
     StoreSchema,
 )
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.readers.batch import BatchReader
+from dspark_store.readers.batch import BatchReader, SpanReader
 from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
-from dspark_store.readers.plan import SampleSpan, padded_spans
-from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor
+from dspark_store.readers.plan import padded_spans
+from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import DEFAULT_THREADS
 from dspark_store.readers.weights import TargetWeights, read_weights
 
@@ -113,7 +113,7 @@ class Cache:
             if metadata.nodes[column] != expected[column]
         }
         self._threads, self._open_objects = threads, open_objects
-        self._reader = BatchReader(
+        self.reader: SpanReader = BatchReader(
             storage,
             self.record,
             self.index,
@@ -246,24 +246,19 @@ class Cache:
         samples = [self._wrap(row) for row in rows]
         if self.record.phase == "tokens":
             raise ValueError(f"store at {self.storage} is still in its token phase: its samples cannot be read yet")
-        columns = self.columns(columns)
-        slots = self.slots(layers)
-        start, stop = self.span(positions)
-        self.columns(list(out or ()))
+        columns, _ = chosen_columns(columns), chosen_columns(list(out or ()))
+        slots = chosen_slots(self.schema, layers)
+        start, stop = chosen_span(self.schema, positions)
         batch: dict[str, torch.Tensor] = {}
         for column in columns:
             shape = batch_shape(self.schema, column, len(samples), len(slots), stop - start, layout)
             batch[column] = batch_tensor(self.schema, column, shape, (out or {}).get(column))
-        self._reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
+        self.reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
         return batch
-
-    def read_spans(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of a batch, by column, with spans of samples; see `BatchReader.read`."""
-        self._reader.read(spans, slots, batch)
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
-        self._reader.close()
+        self.reader.close()
 
     def _wrap(self, row: SupportsIndex) -> int:
         if isinstance(row, bool | np.bool_) or getattr(row, "dtype", None) is torch.bool:
@@ -276,31 +271,6 @@ class Cache:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {row} is outside the store's {len(self)} samples")
         return int(sample)
-
-    def columns(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """Return the columns; ValueError when one is not a column of the store."""
-        unknown = [column for column in columns if column not in COLUMNS]
-        if unknown:
-            raise ValueError(f"column {unknown[0]!r} is unknown; choose from {', '.join(COLUMNS)}")
-        return tuple(columns)
-
-    def slots(self, layers: Sequence[int] | None) -> list[int]:
-        """Return the slots of captured layers, by id; all for None. ValueError for one that was not captured."""
-        if layers is None:
-            return list(range(self.schema.num_layers))
-        missing = [layer for layer in layers if layer not in self.layer_ids]
-        if missing:
-            raise ValueError(f"layer {missing[0]} was not captured; the store has {list(self.layer_ids)}")
-        return [self.layer_ids.index(layer) for layer in layers]
-
-    def span(self, positions: slice | None) -> tuple[int, int]:
-        """Return the start and stop of a slice of positions; ValueError when its step is not 1."""
-        if positions is not None and not isinstance(positions, slice):
-            raise ValueError(f"positions must be a slice, got {positions!r}")
-        start, stop, step = (positions or slice(None)).indices(self.schema.seq_length)
-        if step != 1:
-            raise ValueError(f"positions must be a slice of step 1, got {positions}")
-        return start, max(start, stop)
 
 
 def _reopen(storage: Storage, allow_incomplete: bool, verify: bool, threads: int, open_objects: int) -> Cache:

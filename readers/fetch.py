@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,53 +12,29 @@ from numcodecs import blosc
 from dspark_store.format.codecs import CRC_BYTES, CodecChain, Plain
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.objects import Expected, open_object
-from dspark_store.format.storage import ObjectReader, Storage
-from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs, chunk_bounds
+from dspark_store.format.objects import Scratch, StoredObject
+from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs
 from dspark_store.readers.threads import ForkSafeLock
 
 DEFAULT_OPEN_OBJECTS = 256
-_WINDOW_BYTES = 1024 * 1024
 
 # Many threads decode at once, each a chunk: blosc's own threads would only get in their way.
 blosc.set_nthreads(1)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenObject:
-    """An open object whose tail was checked, and what reading needs of that: 8 to 12 bytes a chunk below 4 GiB.
-
-    ``bounds`` are its `chunk_bounds`, (rows, chunks + 1); ``crcs`` (rows, chunks) uint32 are the checksums that its
-    trailer promises.
-    """
-
-    key: str
-    reader: ObjectReader
-    bounds: np.ndarray
-    crcs: np.ndarray
+type ObjectName = tuple[str, int, int]
+"""An object of the store: its column, shard, and slot of the layer, 0 where a column has none."""
 
 
-def open_chunks(storage: Storage, key: str, grid: ShardGrid, expected: Expected) -> OpenObject:
-    """Open an object; DamagedStoreError naming the key when it is missing, wrong, or not laid out row by row."""
-    stored = open_object(storage, key, grid.slots, expected)
-    tail = stored.tail
-    try:
-        bounds = chunk_bounds(tail.offsets, tail.sizes, grid.chunks_per_row)
-    except ValueError as error:
-        stored.reader.close()
-        raise DamagedStoreError(f"object {key} {error}") from error
-    return OpenObject(key, stored.reader, bounds, tail.crcs.copy().reshape(grid.shard_size, -1))
-
-
-class ObjectPool[Name: Hashable]:
+class ObjectPool:
     """Open objects by name, at most ``limit`` of them; the least recently used one is let go."""
 
     def __init__(self, limit: int = DEFAULT_OPEN_OBJECTS) -> None:
         self._limit = limit
-        self._objects: OrderedDict[Name, OpenObject] = OrderedDict()
+        self._objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._lock = ForkSafeLock()
 
-    def get(self, name: Name, opening: Callable[[Name], OpenObject]) -> OpenObject:
+    def get(self, name: ObjectName, opening: Callable[[ObjectName], StoredObject]) -> StoredObject:
         """Return an object, which ``opening`` opens and checks when it is first asked for.
 
         An object that is let go stays open as long as somebody reads it.
@@ -81,27 +54,6 @@ class ObjectPool[Name: Hashable]:
         """Let every object go."""
         with self._lock:
             self._objects.clear()
-
-
-class Scratch(threading.local):
-    """A thread's own buffers, grown as needed and used again."""
-
-    def __init__(self) -> None:
-        self._stored = np.empty(0, np.uint8)
-        self._chunk = np.empty(0, np.uint8)
-
-    def stored(self, nbytes: int) -> np.ndarray:
-        """Return (nbytes,) uint8 for stored bytes."""
-        if self._stored.size < nbytes:
-            self._stored = np.empty(nbytes, np.uint8)
-        return self._stored[:nbytes]
-
-    def chunk(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array for one decoded chunk."""
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        if self._chunk.size < nbytes:
-            self._chunk = np.empty(nbytes, np.uint8)
-        return self._chunk[:nbytes].view(dtype).reshape(shape)
 
 
 class Piece(NamedTuple):
@@ -133,13 +85,13 @@ class Fetcher:
         self._direct = target[0, 0].flags.c_contiguous if target.size else False
         self._chunk_shape = (grid.chunk_tokens, *target.shape[3:])
 
-    def fetch(self, stored: OpenObject, layer: int, spans: tuple[RowSpan, ...], scratch: Scratch) -> None:
+    def fetch(self, stored: StoredObject, layer: int, spans: tuple[RowSpan, ...], scratch: Scratch) -> None:
         """Fetch the spans of one object, which is ``layer`` of the batch.
 
         DamagedStoreError naming the object when a chunk is absent or altered.
         """
         try:
-            runs = byte_runs(stored.bounds, spans)
+            runs = byte_runs(stored.tail.bounds, spans)
         except ValueError as error:
             raise DamagedStoreError(f"object {stored.key} {error}") from error
         for run in runs:
@@ -160,28 +112,21 @@ class Fetcher:
             if end < wanted.room:
                 self._target[wanted.batch, layer, end : wanted.room] = 0
 
-    def _read_and_decode(self, stored: OpenObject, layer: int, run: ByteRun, scratch: Scratch) -> None:
+    def _read_and_decode(self, stored: StoredObject, layer: int, run: ByteRun, scratch: Scratch) -> None:
         """Read some neighbouring chunks, decode them while they are in the processor's cache, then the next ones."""
         edges = [run.begin]
         for span in run.spans:
-            edges += stored.bounds[span.row, span.first + 1 : span.last + 1].tolist()
+            edges += stored.tail.bounds[span.row, span.first + 1 : span.last + 1].tolist()
         pieces = (piece for span in run.spans for piece in self._pieces(layer, span, scratch))
-        begin = end = run.begin
-        view = memoryview(b"")
-        for at, piece in enumerate(pieces):
-            if edges[at] == end:
-                begin, end = end, max(edges[at + 1], edges[bisect_right(edges, end + _WINDOW_BYTES) - 1])
-                view = memoryview(scratch.stored(end - begin))
-                _require(stored.reader.read_into(view, begin), end - begin, stored.key)
-            chunk = view[edges[at] - begin : edges[at + 1] - begin]
-            crc = stored.crcs.item(piece.row, piece.chunk) if self._verify else None
+        for piece, chunk in zip(pieces, stored.read_chunks(edges, scratch), strict=True):
+            crc = stored.tail.crcs.item(piece.row, piece.chunk) if self._verify else None
             try:
                 self._chain.decode(chunk, piece.into, crc=crc)
             except DamagedStoreError as error:
                 raise _in_slot(stored, piece, error) from error
             _finish(piece)
 
-    def _read_positions(self, stored: OpenObject, layer: int, span: RowSpan, scratch: Scratch) -> None:
+    def _read_positions(self, stored: StoredObject, layer: int, span: RowSpan, scratch: Scratch) -> None:
         """Read just the wanted positions of uncompressed chunks to their places, with one vectored read.
 
         Between two chunks stands a checksum, which nobody looks at here. Where the places of a chunk's positions do not
@@ -197,19 +142,19 @@ class Fetcher:
             buffers += [place] if self._direct else list(place)
         inside = max(0, wanted.start - span.first * step) * target[:1].nbytes
         count = sum(buffer.nbytes for buffer in buffers)
-        offset = stored.bounds.item(span.row, span.first) + inside
+        offset = stored.tail.bounds.item(span.row, span.first) + inside
         _require(stored.reader.read_vector(buffers, offset), count, stored.key)
 
-    def _read_uncompressed(self, stored: OpenObject, pieces: Sequence[Piece], scratch: Scratch) -> None:
+    def _read_uncompressed(self, stored: StoredObject, pieces: Sequence[Piece], scratch: Scratch) -> None:
         """Read neighbouring chunks with one vectored read: values to where they belong, checksums beside."""
         checksums = scratch.stored(CRC_BYTES * len(pieces)).reshape(-1, CRC_BYTES)
         buffers = [part for piece, crc in zip(pieces, checksums, strict=True) for part in (piece.into, crc)]
-        begin = stored.bounds.item(pieces[0].row, pieces[0].chunk)
+        begin = stored.tail.bounds.item(pieces[0].row, pieces[0].chunk)
         wanted = sum(buffer.nbytes for buffer in buffers)
         _require(stored.reader.read_vector(buffers, begin), wanted, stored.key)
         for piece, crc in zip(pieces, checksums, strict=True):
             try:
-                self._chain.check_split(piece.into, crc, stored.crcs.item(piece.row, piece.chunk))
+                self._chain.check_split(piece.into, crc, stored.tail.crcs.item(piece.row, piece.chunk))
             except DamagedStoreError as error:
                 raise _in_slot(stored, piece, error) from error
             _finish(piece)
@@ -241,6 +186,6 @@ def _require(count: int, wanted: int, key: str) -> None:
         raise DamagedStoreError(f"object {key} ends {wanted - count} bytes early")
 
 
-def _in_slot(stored: OpenObject, piece: Piece, error: DamagedStoreError) -> DamagedStoreError:
-    slot = piece.row * stored.crcs.shape[1] + piece.chunk
+def _in_slot(stored: StoredObject, piece: Piece, error: DamagedStoreError) -> DamagedStoreError:
+    slot = piece.row * stored.tail.crcs.shape[1] + piece.chunk
     return DamagedStoreError(f"object {stored.key}, slot {slot}: {error}")

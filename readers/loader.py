@@ -19,7 +19,7 @@ from dspark_store.readers.choice import Side, Split, choose_samples
 from dspark_store.readers.epoch import BatchRequest, Epoch, EpochPlanner, PackedEpoch, Shape
 from dspark_store.readers.order import EndRule, LoaderState
 from dspark_store.readers.packing import LongPolicy
-from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout
+from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import Ahead, Prefetcher
 
 type Batch = dict[str, torch.Tensor]
@@ -107,11 +107,11 @@ class CacheLoader(IterableDataset[Batch]):
             shape=shape,
             budget=budget,
             long_samples=long_samples,
-            span=cache.span(positions),
+            span=chosen_span(cache.schema, positions),
             index_fields=index_fields,
         )
-        self._slots = cache.slots(layers)
-        self._memory = BatchMemory(cache.schema, cache.columns(columns), len(self._slots), layout)
+        self._slots = chosen_slots(cache.schema, layers)
+        self._memory = BatchMemory(cache.schema, chosen_columns(columns), len(self._slots), layout)
         self._prefetch_bytes = prefetch_bytes
         self._copy = DeviceCopy.to(device)
         sides = None if split is None else Split(split, validation_fraction, split_seed)
@@ -262,7 +262,7 @@ class CacheLoader(IterableDataset[Batch]):
 
     def _read(self, request: BatchRequest) -> Batch:
         batch = self._memory.lease(request.rows, request.length)
-        self.cache.read_spans(request.spans, self._slots, batch)
+        self.cache.reader.read(request.spans, self._slots, batch)
         batch |= {name: torch.from_numpy(values) for name, values in request.fields.items()}
         return self._copy(batch)
 

@@ -39,13 +39,6 @@ class RowSpan(NamedTuple):
     wanted: SampleSpan
 
 
-class ShardSpans(NamedTuple):
-    """Spans of one shard that are read together, of each layer's object in one go."""
-
-    shard: int
-    spans: tuple[RowSpan, ...]
-
-
 class ObjectRead(NamedTuple):
     """What a batch needs of one object: the layer slot and shard that name it, and spans of its rows.
 
@@ -75,8 +68,8 @@ def padded_spans(samples: Sequence[int], lengths: Sequence[int], start: int, sto
     ]
 
 
-def plan_spans(grid: ShardGrid, spans: Sequence[SampleSpan], max_tokens: int) -> list[ShardSpans]:
-    """Return some spans by shard; empty ones are left out.
+def plan_spans(grid: ShardGrid, spans: Sequence[SampleSpan], max_tokens: int) -> list[tuple[int, tuple[RowSpan, ...]]]:
+    """Return (shard, spans) for groups of spans that are read together; empty ones are left out.
 
     Spans of one shard come together, at most ``max_tokens`` positions (and at least one span) at once, so that reads
     can run side by side. The plan holds for every column and layer of the grid.
@@ -88,7 +81,7 @@ def plan_spans(grid: ShardGrid, spans: Sequence[SampleSpan], max_tokens: int) ->
             shard, row = divmod(span.sample, shard_size)
             placed = RowSpan(row, span.start // step, -(-span.stop // step), span)
             by_shard.setdefault(shard, []).append(placed)
-    return [ShardSpans(shard, group) for shard, members in by_shard.items() for group in _groups(members, max_tokens)]
+    return [(shard, group) for shard, members in by_shard.items() for group in _groups(members, max_tokens)]
 
 
 def _groups(members: Sequence[RowSpan], max_tokens: int) -> Iterator[tuple[RowSpan, ...]]:
@@ -107,36 +100,15 @@ def _groups(members: Sequence[RowSpan], max_tokens: int) -> Iterator[tuple[RowSp
     yield tuple(group)
 
 
-def object_reads(plan: Sequence[ShardSpans], slots: Sequence[int]) -> list[ObjectRead]:
+def object_reads(plan: Sequence[tuple[int, tuple[RowSpan, ...]]], slots: Sequence[int]) -> list[ObjectRead]:
     """Return the reads of a plan in the layer ``slots`` given."""
     return [ObjectRead(slot, layer, shard, spans) for shard, spans in plan for layer, slot in enumerate(slots)]
-
-
-def chunk_bounds(offsets: np.ndarray, sizes: np.ndarray, chunks_per_row: int) -> np.ndarray:
-    """Return where the chunks of each row lie in an object: (rows, chunks_per_row + 1) of the smallest unsigned dtype.
-
-    Chunk i of a row is the bytes from entry i to entry i + 1; entries past the end of its last chunk are 0. ``offsets``
-    and ``sizes`` are the object's index, (slots,), size 0 where a chunk is absent. ValueError when the chunks of a row
-    do not stand side by side and in order, as the format has them: then no single range holds them.
-    """
-    offsets, sizes = (values.reshape(-1, chunks_per_row) for values in (offsets, sizes))
-    present = sizes > 0
-    joined = present[:, 1:] <= (present[:, :-1] & (offsets[:, 1:] == (offsets + sizes)[:, :-1]))
-    if not joined.all():
-        row = int(np.argmin(joined.all(axis=1)))
-        raise ValueError(
-            f"does not keep the chunks in slots {row * chunks_per_row} to {(row + 1) * chunks_per_row - 1} together"
-        )
-    bounds = np.zeros((len(sizes), chunks_per_row + 1), np.uint64)
-    bounds[:, :-1] = np.where(present, offsets, 0)
-    bounds[:, 1:] = np.where(present, offsets + sizes, 0)
-    return bounds.astype(np.min_scalar_type(bounds.max(initial=0)))
 
 
 def byte_runs(bounds: np.ndarray, spans: tuple[RowSpan, ...]) -> list[ByteRun]:
     """Return the byte ranges of the spans' whole chunks, in the order of the object, neighbours merged.
 
-    ``bounds`` are the object's `chunk_bounds`. ValueError naming a chunk that is absent.
+    ``bounds`` are the object's `ObjectTail.bounds`. ValueError naming a chunk that is absent.
     """
     if len(spans) == 1:  # as nearly always, in a shuffled batch
         return [_range_of(bounds, spans[0], spans)]

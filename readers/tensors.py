@@ -12,10 +12,38 @@ from typing import Literal, Self
 import numpy as np
 import torch
 
-from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
+from dspark_store.format.schema import COLUMNS, IDS, LAST, MASK, StoreSchema
 
 type Layout = Literal["flat", "stacked"]
 """Of ``target_hidden_states``: "flat" is (B, S, K*H), "stacked" (B, K, S, H), in which chunks land in one piece."""
+
+
+def chosen_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns; ValueError when one is not a column of a store."""
+    unknown = [column for column in columns if column not in COLUMNS]
+    if unknown:
+        raise ValueError(f"column {unknown[0]!r} is unknown; choose from {', '.join(COLUMNS)}")
+    return tuple(columns)
+
+
+def chosen_slots(schema: StoreSchema, layers: Sequence[int] | None) -> list[int]:
+    """Return the slots of captured layers, by id; all for None. ValueError for one that was not captured."""
+    if layers is None:
+        return list(range(schema.num_layers))
+    missing = [layer for layer in layers if layer not in schema.layer_ids]
+    if missing:
+        raise ValueError(f"layer {missing[0]} was not captured; the store has {list(schema.layer_ids)}")
+    return [schema.layer_ids.index(layer) for layer in layers]
+
+
+def chosen_span(schema: StoreSchema, positions: slice | None) -> tuple[int, int]:
+    """Return the start and stop of a slice of positions; ValueError when its step is not 1."""
+    if positions is not None and not isinstance(positions, slice):
+        raise ValueError(f"positions must be a slice, got {positions!r}")
+    start, stop, step = (positions or slice(None)).indices(schema.seq_length)
+    if step != 1:
+        raise ValueError(f"positions must be a slice of step 1, got {positions}")
+    return start, max(start, stop)
 
 
 def batch_shape(

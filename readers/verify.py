@@ -122,7 +122,7 @@ def check_identity(view: StoreView, shards: Sequence[int]) -> Iterator[Problem]:
         for column in COLUMNS:
             grid = view.schema.tokens if column in (IDS, MASK) else view.schema.states
             with suppress(OSError, DamagedStoreError), closing(view.storage.open(object_key(column, shard))) as reader:
-                ids.add(read_tail(reader, grid.slots).label.store_id)
+                ids.add(read_tail(reader, grid).label.store_id)
     if len(ids) == 1 and view.record.store_id not in ids:
         message = f"names the store {view.record.store_id}, where the objects belong to {ids.pop()}"
         yield Problem(Part.ROOT, ROOT_KEY, None, (), message)

@@ -122,7 +122,7 @@ def _check_shard(storage: Storage, record: StoreRecord, shard: int, table: np.nd
     for item, (nbytes, row_digest) in zip(schema.state_objects, table[-len(schema.state_objects) :], strict=True):
         ledger_row = ObjectRecord(int(nbytes), int(row_digest))
         expected = Expected(record.store_id, item.place(shard), ledger_row, digest)
-        stored = open_object(storage, item.key(shard), schema.states.slots, expected)
+        stored = open_object(storage, item.key(shard), schema.states, expected)
         stored.reader.close()
         bad.update(stored.tail.label.nonfinite)
     return bad

@@ -48,6 +48,7 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     from dspark_store.inspection.samples import SampleReader
     from dspark_store.inspection.tokenizer import find_tokenizer
     from dspark_store.readers.cache import open_cache
+    from dspark_store.readers.tensors import chosen_slots
 
     try:
         cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
@@ -56,7 +57,7 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
         say_error(error)
         return DAMAGED
     layers = given.layers or None
-    cache.slots(layers)  # an unknown layer is refused before anything is printed
+    chosen_slots(cache.schema, layers)  # an unknown layer is refused before anything is printed
     samples = given.samples if given.samples is not None else range(min(given.n, reader.samples))
     for sample in samples:
         reader.check(sample)

@@ -17,6 +17,7 @@ from crc32c import crc32c
 
 from dspark_store.format.codecs import CRC_BYTES, EncodedChunk
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.jsonvalue import JsonFields, JsonValue, canonical_json, parse_json
 from dspark_store.format.storage import ObjectReader, ObjectWriter
 
@@ -153,11 +154,11 @@ class ShardWriter:
 class ObjectTail:
     """An object's index and trailer, checked against each other.
 
-    ``offsets`` and ``sizes`` are (slots,) uint64, the size 0 where a chunk is absent; ``crcs`` (slots,) uint32.
+    ``bounds`` tell where the chunks of each row lie, see `chunk_bounds`; ``crcs`` (rows, chunks) uint32 are the
+    checksums that the trailer promises. Together they take 8 to 12 bytes per chunk in objects below 4 GiB.
     """
 
-    offsets: np.ndarray
-    sizes: np.ndarray
+    bounds: np.ndarray
     crcs: np.ndarray
     label: ObjectLabel
     record: ObjectRecord
@@ -165,14 +166,16 @@ class ObjectTail:
     @property
     def present(self) -> np.ndarray:
         """(slots,) bool: which chunks are stored."""
-        return self.sizes > 0
+        return self.bounds[:, 1:].ravel() > 0
 
 
-def read_tail(reader: ObjectReader, slots: int) -> ObjectTail:
+def read_tail(reader: ObjectReader, grid: ShardGrid) -> ObjectTail:
     """Read and check an object's trailer and index; DamagedStoreError when they are not whole.
 
-    Every range of the tail that is returned lies inside of the object's data, and no two overlap.
+    Every range of the tail that is returned lies inside of the object's data, and no two overlap; the chunks of a row
+    stand side by side and in order.
     """
+    slots = grid.slots
     index_bytes = 16 * slots + 4
     least = _FIXED_BYTES + 4 * slots
     if reader.size < least + index_bytes:
@@ -187,7 +190,7 @@ def read_tail(reader: ObjectReader, slots: int) -> ObjectTail:
         raise DamagedStoreError(f"trailer of an object of {reader.size} bytes cannot have {length}")
     if length > end:
         tail = _read(reader, index_bytes + length)
-    return _parse_tail(tail[len(tail) - index_bytes - length :], slots, reader.size, length)
+    return _parse_tail(tail[len(tail) - index_bytes - length :], grid, reader.size, length)
 
 
 def _read(reader: ObjectReader, count: int) -> bytes:
@@ -198,7 +201,8 @@ def _read(reader: ObjectReader, count: int) -> bytes:
     return tail
 
 
-def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
+def _parse_tail(tail: bytes, grid: ShardGrid, size: int, length: int) -> ObjectTail:
+    slots = grid.slots
     index_bytes, (stored_crc,) = tail[length:-4], struct.unpack_from("<I", tail, len(tail) - 4)
     if crc32c(index_bytes) != stored_crc:
         raise DamagedStoreError("shard index checksum is wrong")
@@ -212,9 +216,8 @@ def _parse_tail(tail: bytes, slots: int, size: int, length: int) -> ObjectTail:
         raise DamagedStoreError("shard index does not cover the object's data")
     offsets, sizes = np.where(absent[:, None], np.uint64(0), index).T
     return ObjectTail(
-        offsets=offsets,
-        sizes=sizes,
-        crcs=np.frombuffer(tail, "<u4", slots, header_end),
+        bounds=chunk_bounds(offsets, sizes, grid.chunks_per_row),
+        crcs=np.frombuffer(tail, "<u4", slots, header_end).copy().reshape(-1, grid.chunks_per_row),
         label=parse_label(tail[len(_MAGIC) + 4 : header_end]),
         record=ObjectRecord(size, _digest(tail)),
     )
@@ -234,6 +237,27 @@ def _covers(ranges: np.ndarray, data_bytes: int) -> bool:
     # as differences, which do not wrap here: each chunk begins where the one before it ends
     begins = np.append(offsets, np.uint64(data_bytes))
     return int(begins[0]) == 0 and bool((np.diff(begins) == sizes).all())
+
+
+def chunk_bounds(offsets: np.ndarray, sizes: np.ndarray, chunks_per_row: int) -> np.ndarray:
+    """Return where the chunks of each row lie in an object: (rows, chunks_per_row + 1) of the smallest unsigned dtype.
+
+    Chunk i of a row is the bytes from entry i to entry i + 1; entries past the end of its last chunk are 0. ``offsets``
+    and ``sizes`` are the object's index, (slots,), size 0 where a chunk is absent. DamagedStoreError when the chunks of
+    a row do not stand side by side and in order, as the format has them: then no single range holds them.
+    """
+    offsets, sizes = (values.reshape(-1, chunks_per_row) for values in (offsets, sizes))
+    present = sizes > 0
+    joined = present[:, 1:] <= (present[:, :-1] & (offsets[:, 1:] == (offsets + sizes)[:, :-1]))
+    if not joined.all():
+        row = int(np.argmin(joined.all(axis=1)))
+        raise DamagedStoreError(
+            f"does not keep the chunks in slots {row * chunks_per_row} to {(row + 1) * chunks_per_row - 1} together"
+        )
+    bounds = np.zeros((len(sizes), chunks_per_row + 1), np.uint64)
+    bounds[:, :-1] = np.where(present, offsets, 0)
+    bounds[:, 1:] = np.where(present, offsets + sizes, 0)
+    return bounds.astype(np.min_scalar_type(bounds.max(initial=0)))
 
 
 def tail_bytes(label: ObjectLabel, slots: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dspark_store.format.arrays import DIGEST_BYTES
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
@@ -79,7 +80,9 @@ def read_shard_sources(storage: Storage, record: StoreRecord, shard: int, rows: 
     """
     schema, key = record.schema, sources_key(shard)
     numbers = np.empty(schema.shard_size, "<u2")
-    stored = open_object(storage, key, 1, Expected(record.store_id, sources_place(shard), tokens=rows.digest))
+    stored = open_object(
+        storage, key, ShardGrid(1, 1, 1, 1), Expected(record.store_id, sources_place(shard), tokens=rows.digest)
+    )
     try:
         stored.decode(0, schema.chain(SHARD_SOURCES), numbers)
     finally:
@@ -117,7 +120,7 @@ def _read_column(
     schema = record.schema
     key = object_key(column, shard)
     expected = Expected(record.store_id, Place(column, 0, None, shard), ledger_row)
-    stored = open_object(storage, key, schema.tokens.slots, expected)
+    stored = open_object(storage, key, schema.tokens, expected)
     dtype, fill = TOKEN_VALUES[column]
     try:
         out = np.empty(schema.seq_length, dtype)

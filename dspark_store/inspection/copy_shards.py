@@ -172,7 +172,7 @@ def _check_labels(source: Cache, samples: range, layer_ids: Sequence[int]) -> No
             if item.column in source.foreign_columns or item.layer_id not in (None, *layer_ids):
                 continue
             expected = Expected(source.record.store_id, item.place(shard), tokens=tokens)
-            open_object(source.storage, item.key(shard), source.schema.states.slots, expected).reader.close()
+            open_object(source.storage, item.key(shard), source.schema.states, expected).reader.close()
 
 
 def _shared_slot(source: Cache, samples: range, layer_ids: Sequence[int]) -> int | None:
@@ -221,7 +221,7 @@ def _read_back(
     last = schema.state_objects[-1]
     for position, item in enumerate(schema.state_objects):
         expected = Expected(task.record.store_id, item.place(shard), records[item], tokens)
-        stored = open_object(task.destination, item.key(shard), schema.states.slots, expected)
+        stored = open_object(task.destination, item.key(shard), schema.states, expected)
         try:
             found = checksums[:, -1]
             if item == last or records[item] != records[last]:  # what stands at two places is read at one of them

@@ -87,7 +87,7 @@ def _refuse_other_tokens(storage: Storage, record: StoreRecord, shard: int, rows
         return
     last = record.schema.state_objects[-1]
     expected = Expected(record.store_id, last.place(shard))
-    stored = open_object(storage, last.key(shard), record.schema.states.slots, expected)
+    stored = open_object(storage, last.key(shard), record.schema.states, expected)
     stored.reader.close()
     if stored.tail.label.tokens != rows.digest:
         raise ValueError(

@@ -54,8 +54,7 @@ class LiveCache(Cache):
     def __init__(self, storage: Storage, target: LiveTarget) -> None:
         super().__init__(storage, allow_incomplete=True)
         self._target = target
-        self._capture = TargetCapture(target.model, self.layer_ids)
-        self._rows = lru_cache(_SHARDS_KEPT)(self._read_rows)
+        self.reader = LiveReader(self, target)
 
     @property
     def can_train(self) -> bool:
@@ -78,9 +77,20 @@ class LiveCache(Cache):
         kept = [None if table is None else table.to("cpu", self.dtype) for table in (embed, head, bias)]
         return TargetWeights(cast(torch.Tensor, kept[0]), cast(torch.Tensor, kept[1]), kept[2])
 
-    def read_spans(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of a batch, by column, with spans of samples; see `BatchReader.read`."""
-        super().read_spans(spans, slots, {name: batch[name] for name in (IDS, MASK) if name in batch})
+
+class LiveReader:
+    """Fills batches: tokens by the store's own reader, states by running the target."""
+
+    def __init__(self, cache: Cache, target: LiveTarget) -> None:
+        self._cache = cache
+        self._stored = cache.reader
+        self._target = target
+        self._capture = TargetCapture(target.model, cache.layer_ids)
+        self._rows = lru_cache(_SHARDS_KEPT)(self._read_rows)
+
+    def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
+        """Fill the tensors of a batch, by column, with spans of samples; see `SpanReader.read`."""
+        self._stored.read(spans, slots, {name: batch[name] for name in (IDS, MASK) if name in batch})
         wanted = {name: batch[name] for name in (LAYERS, LAST) if name in batch}
         for tensor in wanted.values():
             tensor.zero_()
@@ -89,16 +99,20 @@ class LiveCache(Cache):
                 if span.sample in members:
                     self._fill(wanted, span, states, members.index(span.sample), slots)
 
+    def close(self) -> None:
+        """Let go of threads and open objects."""
+        self._stored.close()
+
     def _captured(self, samples: Sequence[int]) -> Iterator[tuple[list[int], CapturedStates]]:
         """Yield each capture batch that has one of the samples: its members, and their states."""
         todo = set(samples)
-        grid = self.schema.tokens
+        grid = self._cache.schema.tokens
         while todo:
             shard, row = grid.locate(min(todo))
             rows, first = self._rows(shard), grid.rows(shard)[0]
             members = next(batch for batch in batches_of(rows.lengths, self._target.batch_size) if row in batch)
-            vocab_size = cast(int, self.manifest["target_vocab_size"])
-            ids, attention = padded_batch(rows, members, self.pad_token_id, vocab_size)
+            vocab_size = cast(int, self._cache.manifest["target_vocab_size"])
+            ids, attention = padded_batch(rows, members, self._cache.pad_token_id, vocab_size)
             device = self._target.device
             yield [first + member for member in members], self._capture(ids.to(device), attention.to(device))
             todo -= {first + member for member in members}
@@ -111,18 +125,18 @@ class LiveCache(Cache):
         member: int,
         slots: Sequence[int],
     ) -> None:
-        width, place = self.schema.hidden_size, slice(span.place, span.place + span.stop - span.start)
+        width, place = self._cache.schema.hidden_size, slice(span.place, span.place + span.stop - span.start)
         for name, tensor in wanted.items():
             sources = [states.last] if name == LAST else [states.layers[slot] for slot in slots]
             for layer, source in enumerate(sources):
-                state = source[member, span.start : span.stop].to("cpu", self.dtype)
+                state = source[member, span.start : span.stop].to("cpu", self._cache.dtype)
                 if name == LAYERS and tensor.dim() == 4:
                     tensor[span.batch, layer, place] = state
                 else:
                     tensor[span.batch, place, layer * width : (layer + 1) * width] = state
 
     def _read_rows(self, shard: int) -> TokenRows:
-        return read_token_shard(self.storage, self.record, shard)
+        return read_token_shard(self._cache.storage, self._cache.record, shard)
 
 
 def open_live(

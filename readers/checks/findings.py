@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import Ledger
 from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.objects import Expected, Scratch, StoredObject
 from dspark_store.format.schema import (
     INDEX_DIGEST,
     INDEX_OBJECTS,
@@ -18,7 +20,7 @@ from dspark_store.format.schema import (
     TOKEN_OBJECTS,
     StoreSchema,
 )
-from dspark_store.format.shard import ObjectRecord
+from dspark_store.format.shard import ObjectRecord, read_tail
 from dspark_store.format.storage import Storage
 from dspark_store.readers.checks.array_check import describe_error
 
@@ -95,6 +97,8 @@ class Findings:
         return iter(self._problems)
 
 
+SCRATCH = Scratch()
+"""The buffers of each thread that checks."""
 TABLE_KEY = f"{INDEX_OBJECTS}/c.0.0.0"
 _PARTS = {TOKEN_LEDGER: Part.TOKEN_LEDGER, STATE_LEDGER: Part.STATE_LEDGER}
 
@@ -155,3 +159,25 @@ def read_ledger_row(
     except (OSError, DamagedStoreError) as error:
         findings.add(part, key, describe_error(error, key), [] if view.record.complete else None)
     return LedgerRow(ledger.path, key, row, table, published, [], [])
+
+
+def open_checked(
+    storage: Storage, key: str, grid: ShardGrid, expected: Expected, rows: int, sizes: Collection[int] = ()
+) -> StoredObject:
+    """Open an object and check its tail: size, label, layout and number of rows.
+
+    ``sizes`` are those that it may have, any if there are none. DamagedStoreError or OSError, without the key, when it
+    is missing or not what is expected.
+    """
+    reader = storage.open(key)
+    try:
+        if sizes and reader.size not in sizes:
+            raise DamagedStoreError(f"has {reader.size:,} bytes, the ledger says {min(sizes):,}")
+        tail = read_tail(reader, grid)
+        expected.check(tail)
+        if tail.label.rows != rows:
+            raise DamagedStoreError(f"holds {tail.label.rows} rows, expected {rows}")
+    except BaseException:
+        reader.close()
+        raise
+    return StoredObject(key, reader, tail)

@@ -10,12 +10,11 @@ import numpy as np
 from dspark_store.format.codecs import CRC_BYTES, Plain
 from dspark_store.format.damage import DamagedStoreError, Part
 from dspark_store.format.dtypes import all_finite
-from dspark_store.format.objects import Expected
+from dspark_store.format.objects import Expected, StoredObject
 from dspark_store.format.schema import INDEX_STATUS, LAST, StateObject, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.checks.array_check import describe_error
-from dspark_store.readers.checks.findings import Findings, LedgerRow, StoreView
-from dspark_store.readers.checks.object_check import OpenedObject, decoding_buffer, open_checked
+from dspark_store.readers.checks.findings import SCRATCH, Findings, LedgerRow, StoreView, open_checked
 from dspark_store.readers.checks.token_check import KnownTokens
 
 _STATUS_KEY = f"{INDEX_STATUS}/c.0"
@@ -57,7 +56,7 @@ def check_states(view: StoreView, ledger: LedgerRow, tokens: KnownTokens, findin
 
 def _open(
     view: StoreView, item: StateObject, position: int, ledger: LedgerRow, tokens: KnownTokens, findings: Findings
-) -> OpenedObject | None:
+) -> StoredObject | None:
     if item.column in view.foreign:
         ledger.settle(item.name, position, None)
         return None
@@ -75,7 +74,7 @@ def _open(
     return stored
 
 
-def _shares_bytes(storage: Storage, one: OpenedObject, other: OpenedObject) -> bool:
+def _shares_bytes(storage: Storage, one: StoredObject, other: StoredObject) -> bool:
     """Tell whether two keys are names of one file: what is read under one need not be read under the other."""
     if one.tail.record != other.tail.record or not isinstance(storage, LocalStorage):
         return False
@@ -87,7 +86,7 @@ def _shares_bytes(storage: Storage, one: OpenedObject, other: OpenedObject) -> b
 
 def _check_object(
     view: StoreView,
-    stored: OpenedObject,
+    stored: StoredObject,
     keys: Sequence[str],
     lengths: Sequence[int | None],
     seen: Finiteness,
@@ -118,7 +117,7 @@ def _check_object(
     return 0 if view.quick else stored.reader.size
 
 
-def _misplaced_chunks(schema: StoreSchema, stored: OpenedObject, lengths: Sequence[int | None]) -> dict[int, str]:
+def _misplaced_chunks(schema: StoreSchema, stored: StoredObject, lengths: Sequence[int | None]) -> dict[int, str]:
     """Return a message for each row that has more or fewer chunks than its length asks for."""
     grid = schema.states
     counts = stored.tail.present.reshape(-1, grid.chunks_per_row).sum(axis=1).tolist()
@@ -132,7 +131,7 @@ def _misplaced_chunks(schema: StoreSchema, stored: OpenedObject, lengths: Sequen
 
 def _check_chunks(
     schema: StoreSchema,
-    stored: OpenedObject,
+    stored: StoredObject,
     lengths: Sequence[int | None],
     messages: dict[int, str],
     nonfinite: set[int],
@@ -141,9 +140,9 @@ def _check_chunks(
     step, per_row = schema.chunk_tokens, schema.states.chunks_per_row
     chain, dtype = schema.chain(LAST), schema.dtype
     shape, plain = (step, schema.hidden_size), isinstance(chain.compressor, Plain)
-    crcs = stored.tail.crcs.tolist()
+    crcs = stored.tail.crcs.ravel().tolist()
     fill = dtype.bits.type(dtype.fill_bits)
-    for slot, chunk in stored.chunks():
+    for slot, chunk in stored.chunks(SCRATCH):
         row, place = divmod(slot, per_row)
         length = lengths[row] if row < len(lengths) else 0
         positions = step if length is None else min(step, max(0, length - place * step))
@@ -152,7 +151,7 @@ def _check_chunks(
                 chain.check(chunk, crcs[slot])
                 bits = np.frombuffer(chunk[:-CRC_BYTES], dtype.bits).reshape(shape)
             else:
-                decoded = decoding_buffer(shape, dtype.stored)
+                decoded = SCRATCH.chunk(shape, dtype.stored)
                 chain.decode(chunk, decoded, crc=crcs[slot])
                 bits = decoded.view(dtype.bits)
             if length is not None and positions < step and (bits[positions:] != fill).any():

@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError, Part
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.objects import Expected
+from dspark_store.format.objects import Expected, StoredObject
 from dspark_store.format.schema import (
     IDS,
     INDEX_DIGEST,
@@ -25,8 +25,7 @@ from dspark_store.format.schema import (
 from dspark_store.format.shard import Place
 from dspark_store.format.token_shards import TOKEN_VALUES, sample_digest, shard_digest, sources_key, sources_place
 from dspark_store.readers.checks.array_check import describe_error
-from dspark_store.readers.checks.findings import Findings, LedgerRow, StoreView
-from dspark_store.readers.checks.object_check import OpenedObject, open_checked
+from dspark_store.readers.checks.findings import SCRATCH, Findings, LedgerRow, StoreView, open_checked
 
 _INDEX_KEYS = {
     INDEX_LENGTH: f"{INDEX_LENGTH}/c.0",
@@ -52,7 +51,7 @@ def check_tokens(view: StoreView, ledger: LedgerRow, findings: Findings) -> Know
     """Check the objects of ids and masks against each other, their ledger row and the index."""
     nbytes = 0
     columns: dict[str, dict[int, np.ndarray]] = {}
-    opened: dict[str, OpenedObject] = {}
+    opened: dict[str, StoredObject] = {}
     for position, column in enumerate((IDS, MASK)):
         columns[column] = {}
         if column in view.foreign:
@@ -76,7 +75,7 @@ def check_tokens(view: StoreView, ledger: LedgerRow, findings: Findings) -> Know
     return known
 
 
-def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findings: Findings) -> OpenedObject | None:
+def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findings: Findings) -> StoredObject | None:
     key = object_key(column, findings.shard)
     expected = Expected(view.record.store_id, Place(column, 0, None, findings.shard))
     stored = None
@@ -92,7 +91,7 @@ def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findin
     return stored
 
 
-def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: Findings) -> dict[int, np.ndarray]:
+def _read_column(view: StoreView, column: str, stored: StoredObject, findings: Findings) -> dict[int, np.ndarray]:
     """Decode every row of a token object; return those that are whole, without what fills them up."""
     dtype, fill = TOKEN_VALUES[column]
     chain, count = view.schema.chain(column), len(findings.samples)
@@ -101,10 +100,10 @@ def _read_column(view: StoreView, column: str, stored: OpenedObject, findings: F
     if stored.tail.present[count:].any():
         findings.add(Part.TOKENS, stored.key, f"has chunks past its {count} rows", [])
     try:
-        for row, chunk in stored.chunks():
+        for row, chunk in stored.chunks(SCRATCH):
             out = np.empty(view.schema.seq_length, dtype)
             try:
-                chain.decode(chunk, out, crc=int(stored.tail.crcs[row]))
+                chain.decode(chunk, out, crc=int(stored.tail.crcs.flat[row]))
             except DamagedStoreError as error:
                 if row < count:
                     messages[row] = f"slot {row}: {error}"
@@ -195,8 +194,8 @@ def check_sources(view: StoreView, tokens: KnownTokens, findings: Findings) -> N
     try:
         stored = open_checked(view.storage, key, ShardGrid(1, 1, 1, 1), expected, count)
         try:
-            for slot, chunk in () if view.quick else stored.chunks():
-                schema.chain(SHARD_SOURCES).decode(chunk, numbers, crc=int(stored.tail.crcs[slot]))
+            for slot, chunk in () if view.quick else stored.chunks(SCRATCH):
+                schema.chain(SHARD_SOURCES).decode(chunk, numbers, crc=int(stored.tail.crcs.flat[slot]))
         finally:
             stored.reader.close()
         if not stored.tail.present.all():

@@ -142,10 +142,10 @@ def samples_hit(cache: Cache, flip: Flip) -> set[Name]:
     shard = int(name.split(".")[1])
     grid = cache.schema.tokens if column in (IDS, MASK) else cache.schema.states
     reader = cache.storage.open(flip.key)
-    tail = read_tail(reader, grid.slots)
+    tail = read_tail(reader, grid)
     reader.close()
-    ends = tail.offsets + tail.sizes
-    slots = [slot for slot in range(grid.slots) if tail.offsets[slot] <= flip.offset < ends[slot]]
+    begins, ends = tail.bounds[:, :-1].ravel(), tail.bounds[:, 1:].ravel()
+    slots = [slot for slot in range(grid.slots) if begins[slot] <= flip.offset < ends[slot]]
     rows = grid.rows(shard)
     samples = [rows.start + slot // grid.chunks_per_row for slot in slots] or list(rows)
     return {(place.column, sample) for place in tail.label.places for sample in samples}

@@ -9,6 +9,7 @@ import pytest
 
 from dspark_store.format.codecs import plain_chain
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, StoredObject, open_object
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage
@@ -34,7 +35,7 @@ def record(storage: LocalStorage) -> ObjectRecord:
 
 
 def opened(storage: LocalStorage, expected: Expected = EXPECTED) -> StoredObject:
-    return open_object(storage, KEY, 2, expected)
+    return open_object(storage, KEY, ShardGrid(2, 2, 1, 1), expected)
 
 
 def test_the_expected_object_opens(storage: LocalStorage, record: ObjectRecord) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dspark_store.format.codecs import EncodedChunk, plain_chain
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ObjectTail, Place, ShardWriter, parse_label, read_tail
 
@@ -71,8 +72,12 @@ def write(order: Sequence[int] = ORDER, label: ObjectLabel = LABEL) -> tuple[Mem
     return memory, writer.finish(label)
 
 
+def grid_of(slots: int) -> ShardGrid:
+    return ShardGrid(slots, slots, 1, 1)
+
+
 def tail_of(data: bytes) -> ObjectTail:
-    return read_tail(Memory(data), SLOTS)
+    return read_tail(Memory(data), grid_of(SLOTS))
 
 
 def test_chunks_are_stored_in_the_order_they_come() -> None:
@@ -105,8 +110,9 @@ def test_the_tail_says_what_was_written(order: list[int], count: int) -> None:
     assert (tail.label, tail.record) == (LABEL, record)
     assert np.flatnonzero(tail.present).tolist() == sorted(order[:count])
     for slot in order[:count]:
-        stored = memory.read(int(tail.offsets[slot]), int(tail.sizes[slot]))
-        plain_chain(1).check(memoryview(stored), int(tail.crcs[slot]))
+        begin, end = tail.bounds[slot].tolist()
+        stored = memory.read(begin, end - begin)
+        plain_chain(1).check(memoryview(stored), tail.crcs.item(slot, 0))
 
 
 def test_a_long_label_needs_a_second_read_and_comes_back() -> None:
@@ -169,7 +175,7 @@ def test_another_number_of_slots_is_damage() -> None:
     memory, _ = write()
     for slots in (SLOTS - 1, SLOTS + 1, 2 * SLOTS):
         with pytest.raises(DamagedStoreError):
-            read_tail(Memory(memory.data), slots)
+            read_tail(Memory(memory.data), grid_of(slots))
 
 
 def test_a_wrong_magic_is_a_missing_trailer() -> None:
@@ -270,7 +276,7 @@ DATA_BYTES = sum(slot + 5 for slot in ORDER)
 
 def test_ranges_that_cover_the_data_are_accepted_in_any_order() -> None:
     tail = tail_of(index_of((8, DATA_BYTES - 8), (0, 8)))
-    assert tail.sizes.tolist() == [DATA_BYTES - 8, 8, 0, 0, 0, 0]
+    assert tail.bounds.tolist() == [[8, DATA_BYTES], [0, 8], *[[0, 0]] * 4]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +319,7 @@ def test_whatever_a_tail_says_no_range_of_it_leaves_the_data() -> None:
         except DamagedStoreError:
             continue
         accepted += 1
-        ranges = zip(tail.offsets.tolist(), tail.sizes.tolist(), strict=True)
-        assert all(offset >= 0 and offset + size <= DATA_BYTES for offset, size in ranges)
+        assert all(0 <= begin <= end <= DATA_BYTES for begin, end in tail.bounds.tolist())
         assert max(tail.label.nonfinite, default=-1) < tail.label.rows
     assert accepted
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_store import Cache, open_cache, read_weights, verify_store
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.manifest import ATTRIBUTE, parse_record, seal_digest
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key, record_nodes
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, group_document, metadata_bytes
@@ -140,7 +141,7 @@ def test_objects_written_today_have_the_golden_ones_labels_and_chunks(golden: Go
 
 def structure(root: Path, key: str, slots: int) -> tuple[object, list[bool]]:
     reader = LocalStorage(root).open(key)
-    tail = read_tail(reader, slots)
+    tail = read_tail(reader, ShardGrid(2, 2, slots // 2, 1))
     reader.close()
     return tail.label, tail.present.tolist()
 

@@ -11,12 +11,13 @@ import pytest
 
 from dspark_store import DamagedStoreError, open_cache, verify_store
 from dspark_store.format.arrays import pack_array
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.metadata import write_metadata
-from dspark_store.format.schema import IDS, LAST
-from dspark_store.format.shard import read_tail
+from dspark_store.format.objects import Expected, StoredObject, open_object
+from dspark_store.format.schema import IDS, LAST, object_key
+from dspark_store.format.shard import Place, read_tail
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.batch import ObjectName
-from dspark_store.readers.fetch import ObjectPool, OpenObject
+from dspark_store.readers.fetch import ObjectName, ObjectPool
 from tests.stores import BuiltStore, build_store, flip, padded, same_bits
 
 LAYER_OBJECT = "target_hidden_states/c.1.0.1"
@@ -36,7 +37,7 @@ def path(original: BuiltStore, tmp_path: Path) -> Path:
 def chunk_place(path: Path, key: str, slot: int) -> int:
     """Return where a slot's chunk starts in its object; three rows of three chunks each."""
     reader = LocalStorage(path).open(key)
-    place = int(read_tail(reader, 9).offsets[slot])
+    place = int(read_tail(reader, ShardGrid(3, 3, 3, 1)).bounds[slot // 3, slot % 3])
     reader.close()
     return place
 
@@ -189,26 +190,33 @@ class TestVerifyStore:
 
 class TestObjectPool:
     def test_an_object_is_opened_once(self, path: Path) -> None:
-        pool = ObjectPool[int]()
-        assert pool.get(0, opening(path)) is pool.get(0, opening(path))
+        pool = ObjectPool()
+        assert pool.get((LAST, 0, 0), opening(path)) is pool.get((LAST, 0, 0), opening(path))
 
     def test_the_least_recently_used_object_is_let_go(self, path: Path) -> None:
-        pool = ObjectPool[int](limit=2)
-        opened = [pool.get(shard, opening(path)) for shard in (0, 1)]
-        assert pool.get(0, opening(path)) is opened[0]
-        pool.get(2, opening(path))
-        assert pool.get(0, opening(path)) is opened[0]
-        assert pool.get(1, opening(path)) is not opened[1]
+        pool = ObjectPool(limit=2)
+        opened = [pool.get((LAST, shard, 0), opening(path)) for shard in (0, 1)]
+        assert pool.get((LAST, 0, 0), opening(path)) is opened[0]
+        pool.get((LAST, 2, 0), opening(path))
+        assert pool.get((LAST, 0, 0), opening(path)) is opened[0]
+        assert pool.get((LAST, 1, 0), opening(path)) is not opened[1]
 
     def test_an_object_that_was_let_go_is_still_readable(self, path: Path) -> None:
-        pool = ObjectPool[int](limit=1)
-        held = pool.get(0, opening(path))
-        pool.get(1, opening(path))
+        pool = ObjectPool(limit=1)
+        held = pool.get((LAST, 0, 0), opening(path))
+        pool.get((LAST, 1, 0), opening(path))
         pool.close()
         assert len(held.reader.read(0, 10)) == 10
 
 
-def opening(path: Path) -> Callable[[int], OpenObject]:
-    """Return what opens the object of the last hidden states of a shard."""
-    cache = open_cache(path)
-    return lambda shard: cache._reader._open(ObjectName(LAST, shard, 0))
+def opening(path: Path) -> Callable[[ObjectName], StoredObject]:
+    """Return what opens an object of the last hidden states."""
+    record, storage = open_cache(path).record, LocalStorage(path)
+
+    def opened(name: ObjectName) -> StoredObject:
+        column, shard, slot = name
+        place = Place(column, slot, None, shard)
+        key = object_key(column, shard, slot)
+        return open_object(storage, key, record.schema.states, Expected(record.store_id, place))
+
+    return opened

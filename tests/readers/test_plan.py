@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.grid import ShardGrid
+from dspark_store.format.shard import chunk_bounds
 from dspark_store.readers.plan import (
     RowSpan,
     SampleSpan,
     byte_runs,
-    chunk_bounds,
     object_reads,
     padded_spans,
     plan_spans,
@@ -69,9 +69,9 @@ def test_every_wanted_span_is_read_once_in_every_layer(drawn, slots, max_tokens)
 @given(batches(), st.integers(1, 60))
 def test_a_read_is_small_enough_to_run_beside_others(drawn, max_tokens) -> None:
     grid, spans = drawn
-    for group in plan_spans(grid, spans, max_tokens):
-        tokens = sum(span.wanted.stop - span.wanted.start for span in group.spans)
-        assert tokens <= max_tokens or len(group.spans) == 1
+    for _, group in plan_spans(grid, spans, max_tokens):
+        tokens = sum(span.wanted.stop - span.wanted.start for span in group)
+        assert tokens <= max_tokens or len(group) == 1
 
 
 @given(batches(), st.randoms())
@@ -79,11 +79,11 @@ def test_the_ranges_hold_exactly_the_wanted_chunks(drawn, random) -> None:
     grid, spans = drawn
     offsets, sizes = full_tail(grid, random.sample(range(grid.shard_size), grid.shard_size))
     bounds = chunk_bounds(offsets, sizes, grid.chunks_per_row)
-    for group in plan_spans(grid, spans, EVERYTHING):
-        wanted = {slot for span in group.spans for _, slot in chunks_of(grid, span.wanted)}
-        planned = [slot for span in group.spans for slot in slots_of(grid, span)]
+    for _, group in plan_spans(grid, spans, EVERYTHING):
+        wanted = {slot for span in group for _, slot in chunks_of(grid, span.wanted)}
+        planned = [slot for span in group for slot in slots_of(grid, span)]
         assert set(planned) == wanted
-        runs = byte_runs(bounds, group.spans)
+        runs = byte_runs(bounds, group)
         assert sum(run.end - run.begin for run in runs) == sum(int(sizes[slot]) for slot in planned)
         for run in runs:
             slots = [slots_of(grid, span) for span in run.spans]
@@ -98,8 +98,8 @@ def test_a_whole_shard_is_one_range_whatever_order_it_was_captured_in(grid, rand
     offsets, sizes = full_tail(grid, random.sample(range(grid.shard_size), grid.shard_size))
     samples = random.sample(range(grid.shard_size), grid.shard_size)
     spans = padded_spans(samples, [grid.seq_length] * len(samples), 0, grid.seq_length)
-    (group,) = plan_spans(grid, spans, EVERYTHING)
-    (run,) = byte_runs(chunk_bounds(offsets, sizes, grid.chunks_per_row), group.spans)
+    ((_, group),) = plan_spans(grid, spans, EVERYTHING)
+    (run,) = byte_runs(chunk_bounds(offsets, sizes, grid.chunks_per_row), group)
     assert (run.begin, run.end) == (0, sizes.sum())
     assert len(run.spans) == grid.shard_size
 
@@ -107,8 +107,8 @@ def test_a_whole_shard_is_one_range_whatever_order_it_was_captured_in(grid, rand
 def test_neighbours_are_merged_and_others_are_not() -> None:
     grid = ShardGrid(10, 10, 4, 4)
     bounds = chunk_bounds(*full_tail(grid, range(10)), 1)
-    (group,) = plan_spans(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), EVERYTHING)
-    assert [[span.row for span in run.spans] for run in byte_runs(bounds, group.spans)] == [[2, 3], [5], [7, 8]]
+    ((_, group),) = plan_spans(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), EVERYTHING)
+    assert [[span.row for span in run.spans] for run in byte_runs(bounds, group)] == [[2, 3], [5], [7, 8]]
 
 
 def test_a_shuffled_batch_of_eight_takes_one_range_a_layer_and_sample() -> None:

@@ -60,7 +60,7 @@ def opened(storage, column, slot=0):
     item = StateObject(column, slot, LAYER_IDS[slot] if column == LAYERS else None)
     record = record_of()
     expected = Expected(record.store_id, item.place(0), tokens=TOKENS)
-    return open_object(storage, item.key(0), record.schema.states.slots, expected)
+    return open_object(storage, item.key(0), record.schema.states, expected)
 
 
 def decoded(stored, row, length):

@@ -18,6 +18,7 @@ from dspark_store.precompute.job import Job, plan_job
 from dspark_store.precompute.refusals import tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
+from dspark_store.readers.tensors import chosen_slots
 
 _NEEDED = ("num_hidden_layers", "target_vocab_size")
 TABLE = "a table of ratios: nothing was measured"
@@ -56,7 +57,7 @@ class StoreChoice:
         """Return the store's schema, changed; ValueError for a layer that the store does not have."""
         schema = cache.schema
         if self.layer_ids is not None:
-            cache.slots(self.layer_ids)
+            chosen_slots(schema, self.layer_ids)
             schema = replace(schema, layer_ids=tuple(self.layer_ids), num_layers=len(self.layer_ids))
         if self.codec is None and self.chunk_tokens is None:
             return schema

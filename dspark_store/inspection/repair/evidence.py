@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
@@ -55,9 +56,9 @@ def gather(storage: Storage, record: StoreRecord, shard: int) -> ShardEvidence:
     """Read both ledger rows of a shard and the tail of every object that it has."""
     schema = record.schema
     places = [Place(column, 0, None, shard) for column in (IDS, MASK)]
-    tokens = [_tail(storage, record, object_key(place.column, shard), place, schema.tokens.slots) for place in places]
+    tokens = [_tail(storage, record, object_key(place.column, shard), place, schema.tokens) for place in places]
     states = [
-        _tail(storage, record, item.key(shard), item.place(shard), schema.states.slots) for item in schema.state_objects
+        _tail(storage, record, item.key(shard), item.place(shard), schema.states) for item in schema.state_objects
     ]
     whole = [tail for tail in (*tokens, *states) if tail is not None]
     return ShardEvidence(
@@ -105,9 +106,9 @@ def _evidence(ledger: Ledger, shard: int, tails: Sequence[ObjectTail | None]) ->
         return Evidence(None, True, known)
 
 
-def _tail(storage: Storage, record: StoreRecord, key: str, place: Place, slots: int) -> ObjectTail | None:
+def _tail(storage: Storage, record: StoreRecord, key: str, place: Place, grid: ShardGrid) -> ObjectTail | None:
     try:
-        stored = open_object(storage, key, slots, Expected(record.store_id, place))
+        stored = open_object(storage, key, grid, Expected(record.store_id, place))
     except (DamagedStoreError, OSError):
         return None
     stored.reader.close()

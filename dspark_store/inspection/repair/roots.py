@@ -132,7 +132,7 @@ def _owns(storage: Storage, record: StoreRecord) -> bool:
         for name in [name for name in storage.list(column) if name != ROOT_KEY][:_LOOKED_AT]:
             looked += 1
             with suppress(DamagedStoreError, OSError), closing(storage.open(f"{column}/{name}")) as reader:
-                own.append(read_tail(reader, grid.slots).label.store_id == record.store_id)
+                own.append(read_tail(reader, grid).label.store_id == record.store_id)
     return not own or 2 * sum(own) > len(own)
 
 

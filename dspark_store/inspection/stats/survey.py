@@ -27,6 +27,7 @@ from dspark_store.inspection.stats.tallies import (
 )
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.order import epoch_order
+from dspark_store.readers.tensors import chosen_slots
 
 _READ_BYTES = 32 * 1024 * 1024
 _BLOCK_BYTES = 2 * 1024 * 1024
@@ -238,7 +239,7 @@ def tally_store(
             "ask again when its states are being captured"
         )
     layers = tuple(sorted(set(cache.layer_ids if selection.layers is None else selection.layers)))
-    slots = tuple(cache.slots(layers))
+    slots = tuple(chosen_slots(cache.schema, layers))
     samples = choose_samples(len(cache), selection)
     shards = _shards_of(samples, cache)
     captured = cache.index.committed()

@@ -9,7 +9,7 @@ from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.checks.object_check import open_checked
+from dspark_store.readers.checks.findings import SCRATCH, open_checked
 
 GRID = ShardGrid(3, 3, 8, 4)
 PLACE = Place("x", 0, None, 0)
@@ -30,7 +30,7 @@ def storage(tmp_path):
 
 def test_chunks_come_in_the_order_of_the_bytes(storage):
     opened = open_checked(storage, "x/c.0", GRID, EXPECTED, 3)
-    seen = {slot: bytes(chunk[:-4]) for slot, chunk in opened.chunks()}
+    seen = {slot: bytes(chunk[:-4]) for slot, chunk in opened.chunks(SCRATCH)}
     assert list(seen) == [4, 5, 0, 2]
     assert seen == {slot: values.tobytes() for slot, values in CHUNKS.items()}
     opened.reader.close()
