@@ -16,7 +16,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import NO_RECORD
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard, sample_digest
-from dspark_store.sources.identity import without_rules
+from dspark_store.sources.identity import comparable
 from dspark_store.sources.source import Sample, Source
 
 _SAME_ROWS = frozenset({"on_bad_row", "template_date"})
@@ -116,7 +116,7 @@ def _digests(samples: Sequence[StoredTokens] | Sequence[Sample]) -> list[bytes]:
 
 def other_fields(stored: JsonValue, today: JsonValue, inside: str = "") -> list[str]:
     """Return in what two sources differ that decides which rows there are: the fields, and what they are in each."""
-    one, other = without_rules(stored), without_rules(today)
+    one, other = comparable(stored, today)
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return [] if one == other else [f"{inside}: store {one!r}, here {other!r}"]
     found: list[str] = []

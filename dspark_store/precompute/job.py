@@ -28,7 +28,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
-from dspark_store.sources.identity import chat_rules, without_rules
+from dspark_store.sources.identity import chat_rules, comparable
 from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
@@ -221,7 +221,8 @@ def check_identity(recorded: StoreRecord, job: Job) -> None:
     The rule by which conversations become tokens must be the same only while tokens are still to be made.
     """
     stored, own = recorded.manifest.get("source"), job.manifest.get("source")
-    same_source = without_rules(stored) == without_rules(own)
+    as_stored, as_own = comparable(stored, own)
+    same_source = as_stored == as_own
     fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS | ({"source"} if same_source else set()))
     if fields:
         details = "; ".join(

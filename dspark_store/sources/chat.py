@@ -105,6 +105,7 @@ class ChatSource:
         self._identity: dict[str, JsonValue] = {
             **({"type": "tokens"} if tokenizer is None else {"type": "chat", "rule": CHAT_RULE}),
             "content_sha256": self._data.content_sha256,
+            **({"beside_sha256": self._data.beside_sha256} if tokenizer and self._data.beside_sha256 else {}),
             "split": split,
             "shuffle_seed": shuffle_seed,
             "max_samples": max_samples,

@@ -86,6 +86,8 @@ class ManyRows:
         self._ends = list(accumulate(map(len, parts)))
         self._open: dict[int, None] = {}
         self.content_sha256 = hashlib.sha256("".join(part.content_sha256 for part in parts).encode()).hexdigest()
+        beside = [part.beside_sha256 or "" for part in parts]
+        self.beside_sha256 = hashlib.sha256(" ".join(beside).encode()).hexdigest() if any(beside) else None
 
     def __len__(self) -> int:
         """Return the number of rows of all parts."""

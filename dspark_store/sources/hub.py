@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import HARMLESS, NUMBERS, RowData, choose_columns, without_null_keys
+from dspark_store.sources.rows import BESIDE, HARMLESS, NUMBERS, RowData, choose_columns, without_null_keys
 from dspark_store.sources.source import SourceError
 
 _ROWS_A_BATCH = 1000
@@ -50,11 +50,15 @@ class HubRows:
         self._dataset = dataset.select_columns(chosen).with_format(None)
         unread = [column for column in dataset.column_names if column not in {*chosen, *HARMLESS}]
         self.unread: dict[str, int] = {column: _filled(dataset, column) for column in unread}
-        digest = hashlib.sha256()
+        beside = {columns.get(name, name) for name in BESIDE[1:]} & set(chosen)
+        digest, digest_beside = hashlib.sha256(), hashlib.sha256()
         for batch in self._dataset.iter(_ROWS_A_BATCH):
             for row in _objects(batch):
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+                later = {name: row.pop(name) for name in beside}
+                digest.update(_line(row))
+                digest_beside.update(_line(later))
         self.content_sha256 = digest.hexdigest()
+        self.beside_sha256 = digest_beside.hexdigest() if beside else None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -107,6 +111,10 @@ def _filled(dataset: Any, column: str) -> int:  # noqa: ANN401 - datasets has no
     """Return how many rows have a value in a column."""
     batches = dataset.select_columns([column]).with_format("arrow").iter(_ROWS_A_BATCH)
     return len(dataset) - sum(int(batch.column(0).null_count) for batch in batches)
+
+
+def _line(row: dict[str, JsonValue]) -> bytes:
+    return json.dumps(row, sort_keys=True, default=str).encode() + b"\n"
 
 
 def _objects(columns: dict[str, list[JsonValue]]) -> list[dict[str, JsonValue]]:

@@ -29,12 +29,20 @@ def chat_rules(identity: JsonValue) -> list[int]:
 
 
 def without_rules(identity: JsonValue) -> JsonValue:
-    """Return a source's identity without the rules of its conversations."""
+    """Return a source's identity without the rules of its conversations, and what only later rules read."""
     if not isinstance(identity, Mapping):
         return identity
     if identity.get("type") == "blend" and isinstance(parts := identity.get("parts"), list):
         return {**identity, "parts": [without_rules(part) for part in parts]}
-    return {name: value for name, value in identity.items() if (identity.get("type"), name) != ("chat", "rule")}
+    later = ("rule", "beside_sha256") if identity.get("type") == "chat" else ()
+    return {name: value for name, value in identity.items() if name not in later}
+
+
+def comparable(stored: JsonValue, own: JsonValue) -> tuple[JsonValue, JsonValue]:
+    """Return two sources' identities as they are, or as far as both rules know them where the rules differ."""
+    if chat_rules(stored) == chat_rules(own):
+        return stored, own
+    return without_rules(stored), without_rules(own)
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:

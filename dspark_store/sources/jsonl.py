@@ -50,6 +50,7 @@ class JsonlRows:
                 digest.update(line)
                 position += len(line)
         self.content_sha256 = digest.hexdigest()
+        self.beside_sha256: str | None = None
         self._offsets = np.array(offsets, dtype=np.int64)
         self._blank_before_row = np.array(blank_before_row, dtype=np.int64)
         self.close()
@@ -100,6 +101,7 @@ class JsonRows:
         self.unread: dict[str, int] = {}
         self._path = path
         self.content_sha256 = hashlib.sha256(content).hexdigest()
+        self.beside_sha256: str | None = None
         try:
             document = parse_json(content, limit=None) if content.strip() else []
         except SourceError as error:

@@ -54,6 +54,7 @@ class ParquetRows:
         self._starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         with path.open("rb") as raw:
             self.content_sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
+        self.beside_sha256: str | None = None
         self.close()
 
     def __len__(self) -> int:

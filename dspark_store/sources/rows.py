@@ -47,6 +47,7 @@ class Rows(Protocol):
     """Rows that were counted and hashed once, and are now given by their numbers."""
 
     content_sha256: str
+    beside_sha256: str | None  # of what rule 1 did not read and is no part of the other; None for nothing
     unread: dict[str, int]  # columns that are not read, and may matter, and how many rows have a value there
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from dspark_store.sources import ChatSource, SourceError
 from dspark_store.sources.files import open_rows
+from dspark_store.sources.identity import comparable, without_rules
 from dspark_store.sources.options import ChatOptions
 from tests.sources.shapes import SHAPES
 from tests.sources.words import CHAT, write_rows
@@ -177,3 +178,15 @@ def test_rows_of_unlike_keys_are_alike_in_every_kind_of_file(tmp_path):
     assert read[0] == read[1] == read[2]
     for row, (text, _) in zip(UNLIKE[:3], read[0], strict=False):
         assert text == tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+
+
+def test_columns_that_rule_1_did_not_read_leave_the_content_that_its_stores_name(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    systems = {"plain": {}, "french": {"system": ["French."] * 3}, "dutch": {"system": ["Dutch."] * 3}}
+    found = {}
+    for name, more in systems.items():
+        datasets.Dataset.from_dict({"messages": [CHAT] * 3, **more}).save_to_disk(tmp_path / name)
+        found[name] = ChatSource(tmp_path / name, tiny_tokenizer(), seq_length=200).identity()
+    assert without_rules(found["plain"]) == without_rules(found["french"]) == without_rules(found["dutch"])
+    assert len({identity.get("beside_sha256") for identity in found.values()}) == 3
+    assert comparable(found["french"], found["dutch"]) == (found["french"], found["dutch"])
