@@ -89,7 +89,7 @@ def test_r3_the_manifest_has_the_dimensions_and_the_identity(root):
         "target_hidden_dim": 2 * HIDDEN_SIZE,
         "target_last_hidden_dim": HIDDEN_SIZE,
         "target_layer_ids": [1, 3],
-        "num_samples": 2,
+        "num_samples": 3,  # upstream takes no slice of JSON Lines
         "train_data_path": str(root / "data.jsonl"),
         "train_split": "train[:2]",
         "shuffle_seed": 7,
