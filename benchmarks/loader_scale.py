@@ -35,10 +35,11 @@ from dspark_store.format.schema import (
     INDEX_SUPERVISED,
     StoreSchema,
 )
+from dspark_store.format.shard import chunk_bounds
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.epoch import PaddedEpoch
 from dspark_store.readers.order import BatchPlan, epoch_order
-from dspark_store.readers.plan import SampleSpan, byte_runs, chunk_bounds, object_reads, plan_spans
+from dspark_store.readers.plan import SampleSpan, byte_runs, object_reads, plan_spans
 
 MIB = 2**20
 SAMPLES, SHARDS, LAYERS, SEQ_LENGTH, WIDTH, BATCH = 1_000_000, 4_000, 6, 2048, 4096, 8
