@@ -220,4 +220,4 @@ def _source_state_bytes(source: Cache) -> int:
 
 def _last_layer(record: StoreRecord) -> int:
     """Return the id of the target's last layer, or one that no layer has where the manifest does not say."""
-    return record.last_layer if "num_hidden_layers" in record.manifest else _NO_LAYER
+    return record.last_layer if record.manifest.get("num_hidden_layers") is not None else _NO_LAYER

@@ -64,7 +64,7 @@ def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) 
     ValueError when the store does not say how it was captured, or the target has other weights.
     """
     manifest = cache.manifest
-    missing = [name for name in _NEEDED if name not in manifest]
+    missing = [name for name in _NEEDED if manifest.get(name) is None]
     if missing:
         raise ValueError(
             f"the manifest of {cache.storage} lacks {', '.join(missing)}: its states cannot be recomputed, since no "

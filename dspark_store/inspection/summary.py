@@ -262,7 +262,7 @@ def _to_come(
     tokens = int(survey.shard_tokens.sum()) - done
     if done:
         least = most = sum(column.stored_bytes for column in columns[-2:]) / done * tokens
-    elif "num_hidden_layers" in record.manifest and survey.lengths is not None and len(survey.lengths):
+    elif record.manifest.get("num_hidden_layers") is not None and survey.lengths is not None and len(survey.lengths):
         chunk = record.schema.chunk_tokens
         factor = survey.samples / len(survey.lengths)
         whole = round(int((-(-survey.lengths // chunk) * chunk).sum()) * factor)

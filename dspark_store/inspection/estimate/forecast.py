@@ -112,7 +112,7 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     ``measure`` of its rows are encoded anew, if it has states already. Dtypes that hold more than the store's are left
     out: their bits are not known.
     """
-    missing = [name for name in _NEEDED if name not in cache.manifest]
+    missing = [name for name in _NEEDED if cache.manifest.get(name) is None]
     if missing:
         raise ValueError(f"store at {cache.storage} cannot be estimated: its manifest does not have {missing[0]}")
     corpus = count_store(cache, measure)
