@@ -10,22 +10,18 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from benchmarks import size_tables
-from benchmarks.access import ACCESSES, BATCH
-from benchmarks.costs import spread
-from benchmarks.recommend import Candidate, Plan, candidates
+from benchmarks.measure import ACCESSES, BATCH, Axes, Setting, chosen_axes, default_axes, default_setting
+from benchmarks.recommend import Search, StorePlan
 from benchmarks.samples import Samples, stored_samples
-from benchmarks.search import Search
-from benchmarks.setting import Axes, Setting, chosen_axes, default_axes, default_setting
 from benchmarks.storage import measured_rate
-from benchmarks.sweep import LIMITED_ACCESSES, UNLIMITED, Effort, Measured, ReadCase, RunOff, Sweep, rivals
+from benchmarks.sweep import LIMITED_ACCESSES, UNLIMITED, Effort, Measured, ReadCase, RunOff, Sweep
 from benchmarks.tables import Recorder, usable_cores
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.precompute.run import run
@@ -55,7 +51,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--input-data", type=Path, help="chats for the target")
     source.add_argument("--sample-mb", type=float, help="at most so many MB of states (default: 64, quick 24)")
     plan = parser.add_argument_group("what the store is for")
-    plan.add_argument("--storage-rate", type=float, help="MB a second of storage (default: measured in --place)")
+    plan.add_argument("--storage-rate", type=float, help="MB per second of storage (default: measured in --place)")
     plan.add_argument("--cores", type=int, help="cores that read and decode (default: those of this machine)")
     plan.add_argument("--num-samples", type=int, help="samples of the planned store (default: those of the store)")
     axes = parser.add_argument_group("what is tried")
@@ -81,7 +77,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
     samples, store_samples, name = _samples(given, place)
-    axes = _axes(given, samples)
+    wanted = Axes(tuple(given.codec), tuple(given.chunk_tokens), tuple(given.shard_size), tuple(given.layers_per_chunk))
+    axes = chosen_axes(default_axes(samples, quick=given.quick), wanted, samples)
     cores = usable_cores()
     rounds = given.rounds or (3 if given.quick else 7)
     recorder.describe(
@@ -90,8 +87,9 @@ def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
         f"{samples.state_bytes / 1e6:.0f} MB of states; batches of {BATCH}, {cores} cores"
     )
     rate = given.storage_rate * 1e6 if given.storage_rate else measured_rate(given.place or place, cores)
-    search = Search(samples, axes, place / "search", cores, rounds, _progress)
-    plan = Plan(
+    bar = _Bar()
+    search = Search(samples, axes, place / "search", cores, rounds, bar)
+    plan = StorePlan(
         given.num_samples or store_samples,
         samples.layers,
         samples.state_bytes / len(samples.lengths),
@@ -103,14 +101,28 @@ def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
     measured: Mapping[Setting, Measured] = {}
     run_offs: list[RunOff] = []
     if given.sweep:
-        measured, run_offs = _sweep(given, samples, axes, search, place, rounds)
+        effort = Effort(2, 1, rounds, 25.0) if given.quick else Effort(read_rounds=rounds)
+        sweep = Sweep(samples, axes, place / "sweep", cores, effort, bar)
+        measured = sweep.run(SWEPT_RATES)
+        run_offs = [
+            sweep.judged(search, measured, ReadCase(access, rate))
+            for access in LIMITED_ACCESSES
+            for rate in (*SWEPT_RATES, UNLIMITED)
+        ]
         for table in size_tables.sweep_tables(measured, samples):
             recorder.add(table)
         recorder.add(size_tables.run_off_table(run_offs, default_setting(samples)))
     recorder.add(size_tables.prediction_table(known, plan, default_setting(samples)))
     paragraph = size_tables.recommendation(chosen, known, plan, given.cores or cores, measured=not given.storage_rate)
     print(f"\n{paragraph}", flush=True)
-    _save(given.out, recorder, samples, measured, run_offs, chosen, paragraph)
+    given.out.mkdir(parents=True, exist_ok=True)
+    plots: list[str] = []
+    if measured:
+        size_tables.write_csv(given.out / "chunk_sizes.csv", measured)
+        plots = _plots(given.out, samples, measured, run_offs)
+    figures = {"recommended": chosen.setting.flags, "paragraph": paragraph}
+    recorder.outcome(plots=plots, figures=figures).save(given.out / "chunk_sizes.json")
+    print(f"\nwritten to {given.out}: {', '.join(sorted(['chunk_sizes.json', *plots]))}", file=sys.stderr)
     return 0
 
 
@@ -142,63 +154,6 @@ def _samples(given: argparse.Namespace, place: Path) -> tuple[Samples, int, str]
     return samples, len(cache), Path(str(cache.manifest.get("target_model", "a target"))).name
 
 
-def _axes(given: argparse.Namespace, samples: Samples) -> Axes:
-    wanted = Axes(tuple(given.codec), tuple(given.chunk_tokens), tuple(given.shard_size), tuple(given.layers_per_chunk))
-    return chosen_axes(default_axes(samples, quick=given.quick), wanted, samples)
-
-
-def _sweep(
-    given: argparse.Namespace, samples: Samples, axes: Axes, search: Search, place: Path, rounds: int
-) -> tuple[Mapping[Setting, Measured], list[RunOff]]:
-    """Measure every setting, then each recommendation beside the best of the sweep."""
-    effort = Effort(2, 1, rounds, 25.0) if given.quick else Effort(read_rounds=rounds)
-    sweep = Sweep(samples, axes, place / "sweep", usable_cores(), effort, _Steps())
-    measured = sweep.run(SWEPT_RATES)
-    run_offs = []
-    for access in LIMITED_ACCESSES:
-        for rate in (*SWEPT_RATES, UNLIMITED):
-            case = ReadCase(access, rate)
-            plan = Plan(
-                len(samples.lengths),
-                samples.layers,
-                samples.state_bytes / len(samples.lengths),
-                BATCH,
-                rate,
-                scattered=access == "scattered",
-            )
-            recommended = search.recommend(plan)[0].setting
-            others = [*rivals(measured, case), *_default_of(measured, samples)]
-            run_off = sweep.run_off(case, recommended, others, 3 * rounds)
-            errors = [one.rate / measured[one.setting].reading[case].median for one in candidates(search.known, plan)]
-            run_offs.append(replace(run_off, predicted=spread(errors)))
-    return measured, run_offs
-
-
-def _default_of(measured: Mapping[Setting, Measured], samples: Samples) -> list[Setting]:
-    default = default_setting(samples)
-    return [default] if default in measured else []
-
-
-def _save(
-    out: Path,
-    recorder: Recorder,
-    samples: Samples,
-    measured: Mapping[Setting, Measured],
-    run_offs: Sequence[RunOff],
-    chosen: Candidate,
-    paragraph: str,
-) -> None:
-    """Write JSON, and after a sweep CSV and, where matplotlib is installed, the plots."""
-    out.mkdir(parents=True, exist_ok=True)
-    plots: list[str] = []
-    if measured:
-        size_tables.write_csv(out / "chunk_sizes.csv", measured)
-        plots = _plots(out, samples, measured, run_offs)
-    figures = {"recommended": chosen.setting.flags, "paragraph": paragraph}
-    recorder.outcome(plots=plots, figures=figures).save(out / "chunk_sizes.json")
-    print(f"\nwritten to {out}: {', '.join(sorted(['chunk_sizes.json', *plots]))}", file=sys.stderr)
-
-
 def _plots(out: Path, samples: Samples, measured: Mapping[Setting, Measured], run_offs: Sequence[RunOff]) -> list[str]:
     try:
         from benchmarks import plots
@@ -209,25 +164,17 @@ def _plots(out: Path, samples: Samples, measured: Mapping[Setting, Measured], ru
     return [*made, plots.size_against_speed(out, measured, run_offs, default_setting(samples))]
 
 
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-class _Steps:
-    """Tells how far a long step is, and how long it will still take, every few seconds."""
+class _Bar:
+    """Shows how far a long step is."""
 
     def __init__(self) -> None:
-        self._what, self._started, self._told = "", 0.0, 0.0
+        self._bar = tqdm(mininterval=5, leave=False)
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what != self._what:
-            self._what, self._started, self._told = what, now, now - 10
-        if done == total or now - self._told >= 5:
-            self._told = now
-            left = (now - self._started) / done * (total - done)
-            print(f"{what}: {done:,} of {total:,}, at most {left:.0f} s left", file=sys.stderr, flush=True)
+        if what != self._bar.desc:
+            self._bar.reset(total)
+            self._bar.set_description_str(what)
+        self._bar.update(done - self._bar.n)
 
 
 if __name__ == "__main__":

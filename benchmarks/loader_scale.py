@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.costs import elapsed, in_own_process, resident_bytes
 from benchmarks.samples import BF16, Samples, new_schema, synthetic_states, unsynced, write_samples
-from benchmarks.tables import Column, Comparison, Recorder, Table
+from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store import CacheLoader, open_cache
 from dspark_store.format.arrays import array_checksum, array_keys, pack_array
 from dspark_store.format.grid import ShardGrid
@@ -181,7 +181,7 @@ def scale_table(index: Mapping[str, float], memory: Mapping[str, float], files: 
     ]
     columns = (Column("what"), Column("measured", ",.3f"), Column("unit"), Column("at most", ",g"))
     comparisons = tuple(
-        Comparison("scale", name, f"the aim, {aim:g} {unit}", aim / value) for name, value, unit, aim in rows
+        PeerComparison("scale", name, f"the aim, {aim:g} {unit}", aim / value) for name, value, unit, aim in rows
     )
     return Table("Large stores", columns, tuple(rows), (), comparisons)
 

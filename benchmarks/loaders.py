@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.measure import default_setting
 from benchmarks.peer_writing import stored_size, ways_to_write
 from benchmarks.peers import (
     PIPELINES,
@@ -35,9 +36,8 @@ from benchmarks.peers import (
 )
 from benchmarks.rate_tables import rate_table, read_table
 from benchmarks.samples import Samples, stored_samples, synthetic_samples, write_samples
-from benchmarks.setting import default_setting
 from benchmarks.storage import RateLimit, RateLimitedStorage, drop_from_cache
-from benchmarks.tables import Column, Comparison, Recorder, Table, usable_cores
+from benchmarks.tables import Column, PeerComparison, Recorder, Table, usable_cores
 from dspark_store import Cache, open_cache
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.objects import Expected, open_object
@@ -143,7 +143,7 @@ def measure_warm(samples: Samples, place: Path, stores: Mapping[str, Path], repe
     ratio = statistics.median(plain for plain, _ in pairs) / statistics.median(ours for _, ours in pairs)
     note = f"Codec default against two plain threads that decode the same chunks, in memory: {ratio:.2f}."
     table = read_table(title, rates, contenders, samples, peers[0].name, [note])
-    plain = Comparison(title, "ours, default, stacked", "two plain threads decoding the same chunks", ratio)
+    plain = PeerComparison(title, "ours, default, stacked", "two plain threads decoding the same chunks", ratio)
     return Table(table.title, table.columns, table.rows, table.notes, (*table.comparisons, plain))
 
 

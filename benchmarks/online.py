@@ -42,7 +42,7 @@ _SUMMARY = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class TrainingSummary:
     """What a training says of itself: steps, seconds, the share that it waited for data, and its most memory."""
 
     steps: int
@@ -51,7 +51,7 @@ class Summary:
     memory: float
 
     @classmethod
-    def of(cls, printed: str) -> Summary:
+    def of(cls, printed: str) -> TrainingSummary:
         """Read it from what the training printed. ValueError when it is not there."""
         found = _SUMMARY.search(printed)
         if found is None:
@@ -95,11 +95,11 @@ def layer_bytes(cache: Cache) -> int:
     return sum(weight.nbytes for layer in layers for weight in layer.parameters())
 
 
-def _trained(output: Path, *flags: str) -> Summary:
+def _trained(output: Path, *flags: str) -> TrainingSummary:
     """Train in a process of its own, whose progress is seen."""
     command = [sys.executable, "-m", "dspark_store.train", "--output-dir", str(output), *flags, "--device", "cpu"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Summary.of(done.stdout)
+    return TrainingSummary.of(done.stdout)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.access import ACCESSES
-from benchmarks.pareto import pareto_front
-from benchmarks.setting import Setting
+from benchmarks.measure import ACCESSES, Setting
 from benchmarks.sweep import LIMITED_ACCESSES, Measured, ReadCase, RunOff
 from dspark_store.format.codecs import CODEC_PRESETS
 
@@ -44,7 +42,7 @@ def heat_maps(out: Path, measured: Mapping[Setting, Measured], accesses: Sequenc
         "bytes read a byte wanted,\nspan": lambda one: one.facts.amplification["span"],
         "bytes read a byte wanted,\nscattered": lambda one: one.facts.amplification["scattered"],
     }
-    title = "Read rate from the page cache, MB of valid states a second"
+    title = "Read rate from the page cache, MB of valid states per second"
     names = [_heat_map(out / "chunk_sizes_read.png", title, single, reading)]
     return [*names, _heat_map(out / "chunk_sizes_size.png", "Writing and size", single, written)]
 
@@ -71,8 +69,8 @@ def _heat_map(
             if axes in grid[0]:
                 axes.set_title(codec, fontsize=11)
             if axes in grid[-1]:
-                axes.set_xlabel("samples a shard, R", fontsize=9)
-        axes_row[0].set_ylabel(f"{name}\n\ntokens a chunk, T", fontsize=9)
+                axes.set_xlabel("samples per shard, R", fontsize=9)
+        axes_row[0].set_ylabel(f"{name}\n\ntokens per chunk, T", fontsize=9)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
@@ -117,7 +115,7 @@ def size_against_speed(
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     for axes in grid[:, 0]:
-        axes.set_ylabel("read rate, MB of valid states a second")
+        axes.set_ylabel("read rate, MB of valid states per second")
     handles, labels = grid.flat[len(cases) - 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // 3), frameon=False, fontsize=9)
     path = out / "chunk_sizes_pareto.png"
@@ -155,3 +153,17 @@ def _draw_case(axes: Any, case: ReadCase, measured: Mapping[Setting, Measured]) 
     axes.set_axisbelow(True)
     rate = "page cache" if case.storage_rate == float("inf") else f"storage of {case.storage_rate / 1e6:.0f} MB/s"
     axes.set_title(f"{case.access}, {rate}", fontsize=10)
+
+
+def pareto_front(sizes: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Return the indices of the choices that no other is both as small and as fast as, and better in one; by size.
+
+    Of equal choices the first is kept.
+    """
+    front: list[int] = []
+    fastest = float("-inf")
+    for at in sorted(range(len(sizes)), key=lambda at: (sizes[at], -speeds[at], at)):
+        if speeds[at] > fastest:
+            front.append(at)
+            fastest = speeds[at]
+    return front

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.costs import spread
 from benchmarks.peers import Contender
 from benchmarks.samples import Samples
-from benchmarks.tables import Column, Comparison, Table
+from benchmarks.tables import Column, PeerComparison, Table
 
 
 def rate_table(
@@ -42,7 +42,7 @@ def rate_table(
         for name, one in found.items()
     )
     comparisons = tuple(
-        Comparison(title, ours, peer, found[ours].median / found[peer].median)
+        PeerComparison(title, ours, peer, found[ours].median / found[peer].median)
         for peer in found
         if not peer.startswith("ours")
         for ours in found

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jinja2
 
-from benchmarks.tables import Comparison, Machine, Outcome, load_outcome
+from benchmarks.tables import Machine, Outcome, PeerComparison, load_outcome
 
 TEMPLATE = Path(__file__).with_name("report.md.jinja")
 IMAGES = "images"
@@ -27,7 +27,7 @@ class Loss:
     """Something that ours did worse than a peer, in which run."""
 
     outcome: Outcome
-    comparison: Comparison
+    comparison: PeerComparison
 
 
 def losses(outcomes: Sequence[Outcome]) -> list[Loss]:

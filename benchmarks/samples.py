@@ -69,7 +69,7 @@ class Samples:
         They are made once and kept in memory. ValueError when the layers do not fall into such groups.
         """
         if self.layers % layers:
-            raise ValueError(f"{layers} layers a chunk do not divide the {self.layers} layers of the samples")
+            raise ValueError(f"{layers} layers per chunk do not divide the {self.layers} layers of the samples")
         made = [
             [torch.cat(list(states[at : at + layers]), dim=1) for at in range(0, self.layers, layers)]
             for states in map(self.states, range(len(self.lengths)))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.access import ACCESSES
-from benchmarks.recommend import SIZE_TOLERANCE, TOLERANCE, Candidate, Known, Plan, candidates, choose, predict
+from benchmarks.measure import ACCESSES, Setting, default_setting
+from benchmarks.recommend import SIZE_TOLERANCE, TOLERANCE, Candidate, Known, StorePlan, candidates, choose, predict
 from benchmarks.samples import Samples
-from benchmarks.setting import Setting, default_setting
 from benchmarks.sweep import LIMITED_ACCESSES, Measured, ReadCase, RunOff
-from benchmarks.tables import Cell, Column, Comparison, Table
+from benchmarks.tables import Cell, Column, PeerComparison, Table
 from dspark_store.format.codecs import CODEC_PRESETS
 
 _RATE = ",.0f"
+type Facet = tuple[Column, Callable[[Setting, Measured], Cell]]
+
+_CODEC: Facet = Column("codec"), lambda setting, _: setting.codec
+_STORED: Facet = Column("stored", ".3f"), lambda _, one: one.facts.stored
+_OBJECTS: Facet = Column("objects", ",d"), lambda _, one: one.facts.objects
+_WRITE: Facet = Column("write", _RATE), lambda _, one: one.writing.median / 1e6
 
 
 def sweep_tables(measured: Mapping[Setting, Measured], samples: Samples) -> list[Table]:
-    """Return the tables of a sweep: codecs and tokens a chunk, samples a shard, layers a chunk."""
+    """Return the tables of a sweep: codecs and tokens per chunk, samples per shard, layers per chunk."""
     default = default_setting(samples)
     shards = {setting.shard_size for setting in measured}
     rows = default.shard_size if default.shard_size in shards else max(shards)
@@ -31,16 +37,19 @@ def sweep_tables(measured: Mapping[Setting, Measured], samples: Samples) -> list
     ]
 
 
+def _table(
+    title: str,
+    measured: Mapping[Setting, Measured],
+    facets: Sequence[Facet],
+    notes: Sequence[str],
+    comparisons: Sequence[PeerComparison] = (),
+) -> Table:
+    rows = tuple(tuple(value(setting, one) for _, value in facets) for setting, one in _sorted(measured))
+    return Table(title, tuple(column for column, _ in facets), rows, tuple(notes), tuple(comparisons))
+
+
 def _sorted(measured: Mapping[Setting, Measured]) -> list[tuple[Setting, Measured]]:
-    return sorted(
-        measured.items(),
-        key=lambda item: (
-            CODEC_PRESETS.index(item[0].codec),
-            item[0].chunk_tokens,
-            item[0].shard_size,
-            item[0].layers,
-        ),
-    )
+    return sorted(measured.items(), key=lambda item: (CODEC_PRESETS.index(item[0].codec), item[0]))
 
 
 def _read_cases(measured: Mapping[Setting, Measured], accesses: Sequence[str]) -> list[ReadCase]:
@@ -48,123 +57,86 @@ def _read_cases(measured: Mapping[Setting, Measured], accesses: Sequence[str]) -
     return sorted(found, key=lambda case: (list(ACCESSES).index(case.access), -case.storage_rate))
 
 
-def _rates(one: Measured, cases: Sequence[ReadCase]) -> Iterator[Cell]:
-    """Yield the median of each case in MB of states a second; None where it was not measured."""
-    for case in cases:
-        yield one.reading[case].median / 1e6 if case in one.reading else None
+def _rate(case: ReadCase) -> Facet:
+    """Return the median of a case in MB of states per second; None where it was not measured."""
+    return Column(str(case), _RATE), lambda _, one: one.reading[case].median / 1e6 if case in one.reading else None
+
+
+def _read_per_wanted(access: str) -> Facet:
+    return Column(f"read / wanted, {access}", ".2f"), lambda _, one: one.facts.amplification[access]
 
 
 def _codec_table(measured: Mapping[Setting, Measured], rows: int) -> Table:
-    cases = _read_cases(measured, ("sample", "span", "sequential", "layer"))
-    columns = (
-        Column("codec"),
-        Column("T", "d"),
-        Column("stored", ".3f"),
-        Column("write", _RATE),
-        *(Column(str(case), _RATE) for case in cases),
-        Column("read / wanted, sample", ".2f"),
-        Column("read / wanted, span", ".2f"),
-    )
-    body = tuple(
-        (
-            setting.codec,
-            setting.chunk_tokens,
-            one.facts.stored,
-            one.writing.median / 1e6,
-            *_rates(one, cases),
-            one.facts.amplification["sample"],
-            one.facts.amplification["span"],
-        )
-        for setting, one in _sorted(measured)
-    )
+    facets: list[Facet] = [
+        _CODEC,
+        (Column("T", "d"), lambda setting, _: setting.chunk_tokens),
+        _STORED,
+        _WRITE,
+        *map(_rate, _read_cases(measured, ("sample", "span", "sequential", "layer"))),
+        _read_per_wanted("sample"),
+        _read_per_wanted("span"),
+    ]
     meaning = "; ".join(f"*{access}*: {text}" for access, text in ACCESSES.items() if access != "scattered")
     notes = (
         (
-            "*stored*: bytes on disk, tokens included, a valid byte of states. Rates are medians in MB of valid states "
-            "a second, from the page cache, or behind a line of the rate named."
+            "*stored*: bytes on disk, tokens included, per valid byte of states. Rates are medians in MB of valid "
+            "states per second, from the page cache, or behind a line of the rate named."
         ),
         f"{meaning[0].upper()}{meaning[1:]}.",
     )
-    return Table(f"Codec and tokens a chunk, {rows} samples a shard", columns, body, notes)
+    return _table(f"Codec and tokens per chunk, {rows} samples per shard", measured, facets, notes)
 
 
 def _shard_table(measured: Mapping[Setting, Measured], tokens: int) -> Table:
-    cases = _read_cases(measured, LIMITED_ACCESSES)
-    columns = (
-        Column("codec"),
-        Column("R", "d"),
-        Column("objects", ",d"),
-        Column("open the store, ms"),
-        Column("open an object, ms", ".3f"),
-        Column("KB read for it", ".1f"),
-        Column("write", _RATE),
-        *(Column(str(case), _RATE) for case in cases),
-        Column("read / wanted, scattered", ".2f"),
-    )
-    body = tuple(
-        (
-            setting.codec,
-            setting.shard_size,
-            one.facts.objects,
-            one.facts.opening.store_ms,
-            one.facts.opening.object_ms,
-            one.facts.opening.object_bytes / 1e3,
-            one.writing.median / 1e6,
-            *_rates(one, cases),
-            one.facts.amplification["scattered"],
-        )
-        for setting, one in _sorted(measured)
-    )
+    facets: list[Facet] = [
+        _CODEC,
+        (Column("R", "d"), lambda setting, _: setting.shard_size),
+        _OBJECTS,
+        (Column("open the store, ms"), lambda _, one: one.facts.opening.store_ms),
+        (Column("open an object, ms", ".3f"), lambda _, one: one.facts.opening.object_ms),
+        (Column("KB read for it", ".1f"), lambda _, one: one.facts.opening.object_bytes / 1e3),
+        _WRITE,
+        *map(_rate, _read_cases(measured, LIMITED_ACCESSES)),
+        _read_per_wanted("scattered"),
+    ]
     notes = (f"*scattered*: {ACCESSES['scattered']}.",)
-    return Table(f"Samples a shard, {tokens} tokens a chunk", columns, body, notes)
+    return _table(f"Samples per shard, {tokens} tokens per chunk", measured, facets, notes)
 
 
 def _layer_table(measured: Mapping[Setting, Measured]) -> Table:
     cases = _read_cases({s: m for s, m in measured.items() if s.layers > 1}, tuple(ACCESSES))
-    columns = (
-        Column("codec"),
-        Column("layers a chunk", "d"),
-        Column("stored", ".3f"),
-        Column("objects", ",d"),
-        Column("write", _RATE),
-        *(Column(str(case), _RATE) for case in cases),
-        Column("read / wanted, layer", ".2f"),
-    )
-    body = tuple(
-        (
-            setting.codec,
-            setting.layers,
-            one.facts.stored,
-            one.facts.objects,
-            one.writing.median / 1e6,
-            *_rates(one, cases),
-            one.facts.amplification["layer"],
-        )
-        for setting, one in _sorted(measured)
-    )
-    setting = next(iter(measured))
-    comparisons = tuple(
-        Comparison(
-            f"layers a chunk, {case}",
-            f"{one.codec}, one layer a chunk",
-            f"{other.layers} layers a chunk",
+    facets: list[Facet] = [
+        _CODEC,
+        (Column("layers per chunk", "d"), lambda setting, _: setting.layers),
+        _STORED,
+        _OBJECTS,
+        _WRITE,
+        *map(_rate, cases),
+        _read_per_wanted("layer"),
+    ]
+    comparisons = [
+        PeerComparison(
+            f"layers per chunk, {case}",
+            f"{one.codec}, one layer per chunk",
+            f"{other.layers} layers per chunk",
             measured[one].reading[case].median / measured[other].reading[case].median,
         )
         for other in measured
         if other.layers > 1
-        for one in (Setting(other.codec, other.chunk_tokens, other.shard_size),)
+        for one in (replace(other, layers=1),)
         for case in cases
-    )
+    ]
     notes = (
         (
-            "The format keeps one layer a chunk and an object. Several are read here by the same reader, as a store of "
-            "fewer and wider layers; each lands in memory as it is decoded, without a copy: (batch, layer, position, "
-            "feature) for one layer a chunk, (batch, position, layer and feature) for all of them. Putting "
+            "The format keeps one layer per chunk and per object. Several are read here by the same reader, as a store "
+            "of fewer and wider layers; each lands in memory as it is decoded, without a copy: (batch, layer, "
+            "position, feature) for one layer per chunk, (batch, position, layer and feature) for all of them. Putting "
             "layers side by side before they are written is not counted."
         ),
     )
-    title = f"Layers a chunk, {setting.chunk_tokens} tokens a chunk, {setting.shard_size} samples a shard"
-    return Table(title, columns, body, notes, comparisons)
+    setting = next(iter(measured))
+    title = f"Layers per chunk, {setting.chunk_tokens} tokens per chunk, {setting.shard_size} samples per shard"
+    return _table(title, measured, facets, notes, comparisons)
 
 
 def run_off_table(run_offs: Sequence[RunOff], default: Setting) -> Table:
@@ -184,14 +156,14 @@ def run_off_table(run_offs: Sequence[RunOff], default: Setting) -> Table:
     body: list[tuple[Cell, ...]] = []
     comparisons = []
     for one in run_offs:
-        best = one.ratios[one.best].median
-        share = one.ratios[default].median / best if default in one.ratios else None
+        where, best = f"chunk sizes, {one.case}", str(one.best)
+        share = one.ratios[default].median / one.ratios[one.best].median if default in one.ratios else None
         rates = [one.rates[setting].median / 1e6 for setting in (one.recommended, one.best)]
         known = (one.predicted.median, one.predicted.low, one.predicted.high) if one.predicted else (None,) * 3
-        body.append((str(one.case), str(one.recommended), rates[0], str(one.best), rates[1], one.share, share, *known))
-        comparisons.append(Comparison(f"chunk sizes, {one.case}", "the recommended setting", str(one.best), one.share))
+        body.append((str(one.case), str(one.recommended), rates[0], best, rates[1], one.share, share, *known))
+        comparisons.append(PeerComparison(where, "the recommended setting", best, one.share))
         if share is not None:
-            comparisons.append(Comparison(f"chunk sizes, {one.case}", "the default", str(one.best), share))
+            comparisons.append(PeerComparison(where, "the default", best, share))
     notes = (
         (
             f"Rates within {TOLERANCE:.0%} are taken as equal, and then the smaller store is recommended; "
@@ -203,7 +175,7 @@ def run_off_table(run_offs: Sequence[RunOff], default: Setting) -> Table:
     return Table("The recommendation beside the best of the sweep", columns, tuple(body), notes, tuple(comparisons))
 
 
-def prediction_table(known: Mapping[Setting, Known], plan: Plan, default: Setting) -> Table:
+def prediction_table(known: Mapping[Setting, Known], plan: StorePlan, default: Setting) -> Table:
     """Return the best T and R of each codec, by what the search found, and the default."""
     everything = candidates(known, plan)
     shown = [
@@ -243,7 +215,9 @@ def prediction_table(known: Mapping[Setting, Known], plan: Plan, default: Settin
     return Table(title, columns, tuple(body))
 
 
-def recommendation(chosen: Candidate, known: Mapping[Setting, Known], plan: Plan, cores: int, *, measured: bool) -> str:
+def recommendation(
+    chosen: Candidate, known: Mapping[Setting, Known], plan: StorePlan, cores: int, *, measured: bool
+) -> str:
     """Return what to take and why, and the flags of the precompute."""
     setting, workload = chosen.setting, plan.workload(chosen.setting)
     predicted = predict(known[setting].cost, workload)
@@ -258,32 +232,40 @@ def recommendation(chosen: Candidate, known: Mapping[Setting, Known], plan: Plan
         )
     opened = f"{workload.opened:.0%} of the objects that a batch visits are opened anew" if workload.opened else ""
     shards = f"Shards of {setting.shard_size} samples" + (f": {opened}, " if opened else ": all objects stay open, ")
+    origin = " (measured here)" if measured else ""
     return (
-        f"Take codec {setting.codec}, {setting.chunk_tokens} tokens a chunk and {setting.shard_size} samples a shard. "
-        f"From storage of {plan.storage_rate / 1e6:,.0f} MB/s{' (measured here)' if measured else ''} with {cores} "
-        f"cores, training reads {chosen.rate / 1e6:,.0f} MB of states a second, bound by {bound}, and a byte of states "
-        f"takes {chosen.stored:.3f} bytes on disk.{beside} {shards}and {plan.samples:,} samples are "
+        f"Take codec {setting.codec}, {setting.chunk_tokens} tokens per chunk and {setting.shard_size} samples per "
+        f"shard. From storage of {plan.storage_rate / 1e6:,.0f} MB/s{origin} with {cores} "
+        f"cores, training reads {chosen.rate / 1e6:,.0f} MB of states per second, bound by {bound}, and a byte of "
+        f"states takes {chosen.stored:.3f} bytes on disk.{beside} {shards}and {plan.samples:,} samples are "
         f"{chosen.objects * plan.samples:,.0f} objects of states. Of settings within {TOLERANCE:.0%} of the fastest, "
         f"this is the smallest store.\n\n    {setting.flags}"
     )
 
 
 def write_csv(path: Path, measured: Mapping[Setting, Measured]) -> None:
-    """Write everything that was measured, a row a setting; rates are bytes of valid states a second."""
+    """Write everything that was measured, a row for each setting; rates are bytes of valid states per second."""
     cases = _read_cases(measured, tuple(ACCESSES))
-    fields = ["codec", "chunk_tokens", "shard_size", "layers_per_chunk", "stored_per_byte", "objects"]
-    fields += ["open_store_ms", "open_object_ms", "open_object_bytes"]
-    fields += [f"read_per_wanted_{access}" for access in ACCESSES]
-    names = ["write", *(f"read {case}".replace(" ", "_").replace("/", "_per_") for case in cases)]
-    fields += [f"{name}_{part}" for name in names for part in ("low", "median", "high")]
+    rows: list[dict[str, Cell]] = []
+    for setting, one in _sorted(measured):
+        facts, opening = one.facts, one.facts.opening
+        row: dict[str, Cell] = {
+            "codec": setting.codec,
+            "chunk_tokens": setting.chunk_tokens,
+            "shard_size": setting.shard_size,
+            "layers_per_chunk": setting.layers,
+            "stored_per_byte": facts.stored,
+            "objects": facts.objects,
+            **{f"open_{name}": value for name, value in asdict(opening).items()},
+            **{f"read_per_wanted_{access}": facts.amplification[access] for access in ACCESSES},
+        }
+        rates = {"write": one.writing, **{f"read {case}": one.reading.get(case) for case in cases}}
+        for name, found in rates.items():
+            field = name.replace(" ", "_").replace("/", "_per_")
+            for part in ("low", "median", "high"):
+                row[f"{field}_{part}"] = None if found is None else getattr(found, part)
+        rows.append(row)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(fields)
-        for setting, one in _sorted(measured):
-            facts, opening = one.facts, one.facts.opening
-            row: list[Cell] = [setting.codec, setting.chunk_tokens, setting.shard_size, setting.layers]
-            row += [facts.stored, facts.objects, opening.store_ms, opening.object_ms, opening.object_bytes]
-            row += [facts.amplification[access] for access in ACCESSES]
-            for rates in (one.writing, *(one.reading.get(case) for case in cases)):
-                row += [rates.low, rates.median, rates.high] if rates else [None] * 3
-            writer.writerow(row)
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.access import ACCESSES, requests
 from benchmarks.costs import Spread, decided, levelled, spread, time_in_turn
+from benchmarks.measure import ACCESSES, BATCH, Axes, Opening, Setting, Trial, default_setting, requests
+from benchmarks.recommend import Search, StorePlan, candidates
 from benchmarks.samples import Samples
-from benchmarks.setting import Axes, Setting
-from benchmarks.trial import Opening, Trial
 
 UNLIMITED = float("inf")
 LIMITED_ACCESSES = ("sample", "scattered")
@@ -138,6 +137,23 @@ class Sweep:
         }
         rates = {name: seconds.rates(wanted) for name, seconds in levelled(times).items()}
         return RunOff(case, recommended, rates, ratios)
+
+    def judged(self, search: Search, measured: Mapping[Setting, Measured], case: ReadCase) -> RunOff:
+        """Measure what the search recommends for a case beside the best of the sweep and the default."""
+        plan = StorePlan(
+            len(self.samples.lengths),
+            self.samples.layers,
+            self.samples.state_bytes / len(self.samples.lengths),
+            BATCH,
+            case.storage_rate,
+            scattered=case.access == "scattered",
+        )
+        recommended = search.recommend(plan)[0].setting
+        default = default_setting(self.samples)
+        others = [*rivals(measured, case), *([default] if default in measured else [])]
+        found = self.run_off(case, recommended, others, 3 * self._effort.read_rounds)
+        errors = [one.rate / measured[one.setting].reading[case].median for one in candidates(search.known, plan)]
+        return replace(found, predicted=spread(errors))
 
     def _wanted_bytes(self, access: str) -> int:
         return sum(request.wanted_bytes(self.samples) for request in self._requests[access])

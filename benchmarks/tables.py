@@ -37,7 +37,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PeerComparison:
     """Ours against a peer: ``ratio`` is above 1 where ours is better."""
 
     where: str
@@ -54,7 +54,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[PeerComparison, ...] = ()
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -154,7 +154,7 @@ def _table(fields: dict[str, Any]) -> Table:
         tuple(Column(**column) for column in fields["columns"]),
         tuple(tuple(row) for row in fields["rows"]),
         tuple(fields["notes"]),
-        tuple(Comparison(**comparison) for comparison in fields["comparisons"]),
+        tuple(PeerComparison(**comparison) for comparison in fields["comparisons"]),
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from benchmarks.tables import Column, Comparison, Recorder, Table
+from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.masks import MaskOptions, tokens_and_mask
@@ -230,7 +230,7 @@ def tokenise_table(library: Rate, ours: Rate, whole: float, memory: Sequence[int
         f"Memory of all processes at every tenth, in MiB: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}.",
     )
     comparisons = tuple(
-        Comparison(f"tokenising, {unit}", "from the file to ids and masks", "the tokenizer library alone", ratio)
+        PeerComparison(f"tokenising, {unit}", "from the file to ids and masks", "the tokenizer library alone", ratio)
         for unit, ratio in zip(("a second", "a processor second"), ratios, strict=True)
     )
     return Table("Tokenising", columns, rows, notes, comparisons)

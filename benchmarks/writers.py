@@ -22,7 +22,7 @@ import torch
 from benchmarks import writing_cost
 from benchmarks.costs import Elapsed, elapsed, in_own_process, peak_of, resident_bytes
 from benchmarks.samples import BF16, Samples, new_schema, synthetic_states, write_samples
-from benchmarks.tables import Column, Comparison, Recorder, Table
+from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store.format.dtypes import tensor_bits
 
 LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
@@ -107,7 +107,7 @@ def measure_rates(width: int, codec: str, place: Path, repeats: int) -> dict[str
 def memory_table(width: int, codec: str, place: Path) -> Table:
     """Measure memory over R."""
     peaks = {rows: memory_in_processes(width, codec, rows, place / f"r{rows}") for rows in (16, 256)}
-    columns = (Column("samples a shard", "d"), Column("peak above the level before the first shard, MiB", ",.1f"))
+    columns = (Column("samples per shard", "d"), Column("peak above the level before the first shard, MiB", ",.1f"))
     note = f"The larger shards take {peaks[256] / peaks[16]:.3f} of the smaller ones' peak."
     return Table("Memory over the size of a shard", columns, tuple((r, p / 2**20) for r, p in peaks.items()), (note,))
 
@@ -123,7 +123,7 @@ def rates_table(width: int, codec: str, place: Path, repeats: int) -> Table:
     measured = measure_rates(width, codec, place, repeats)
     rows = tuple((unit, ours / 1e6, plain / 1e6, ours / plain) for unit, (ours, plain) in measured.items())
     comparisons = tuple(
-        Comparison(f"writing, {unit}", "the writer", "two plain threads and the codec alone", ours / plain)
+        PeerComparison(f"writing, {unit}", "the writer", "two plain threads and the codec alone", ours / plain)
         for unit, (ours, plain) in measured.items()
     )
     note = (

@@ -19,7 +19,7 @@ import torch
 from benchmarks.captures import BUFFER_BYTES, CaptureWork, new_workload, run_forwards, run_writing
 from benchmarks.costs import CPU, elapsed, in_own_process, peak_of
 from benchmarks.samples import new_schema, synthetic_states
-from benchmarks.tables import Column, Comparison, Table
+from benchmarks.tables import Column, PeerComparison, Table
 from dspark_store.precompute.capture import Capture, CaptureSettings
 from dspark_store.target.capture import StageStates
 
@@ -143,7 +143,7 @@ def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_se
         ratio = statistics.median(ratios)
         rows.append((f"with writing / forward alone, {unit}", ratio, min(ratios), max(ratios), aim))
         comparisons.append(
-            Comparison("writing during a capture", f"a forward with writing, {unit}", "without", 1 / ratio)
+            PeerComparison("writing during a capture", f"a forward with writing, {unit}", "without", 1 / ratio)
         )
     small, hurried = replace(case, samples=PEAK_SAMPLES), replace(case, samples=4 * PEAK_SAMPLES, products=0)
     for what, of in (("that forward", small), ("one that takes no time", hurried)):

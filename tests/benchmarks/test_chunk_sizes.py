@@ -8,7 +8,7 @@ import pytest
 
 import benchmarks
 from benchmarks.chunk_sizes import main
-from benchmarks.setting import Axes, Setting
+from benchmarks.measure import Axes, Setting
 from benchmarks.sweep import Effort, ReadCase, Sweep, rivals
 from benchmarks.tables import load_outcome
 from tests.stores import build_store

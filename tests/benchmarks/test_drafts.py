@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import drafts, online
 from benchmarks.bigram import Bigram
-from benchmarks.online import Summary
+from benchmarks.online import TrainingSummary
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.readers.cache import open_cache
@@ -99,7 +99,7 @@ def test_what_was_saved_is_online_less_stored(store, capsys, monkeypatch, loss, 
         output.mkdir()
         line = {"kind": "train", "step": 1, "loss": loss if live else 2.0}
         (output / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        return Summary(3, 50, 0.5, 2.5e9) if live else Summary(3, 20, 0.01, 1.5e9)
+        return TrainingSummary(3, 50, 0.5, 2.5e9) if live else TrainingSummary(3, 20, 0.01, 1.5e9)
 
     monkeypatch.setattr(online, "_trained", trained)
     assert online.main([str(store), *FLAGS]) == code
@@ -120,6 +120,6 @@ def test_the_weights_of_the_decoder_layers_are_counted(store):
 
 def test_a_summary_is_read_from_what_a_training_prints():
     printed = "60 steps in 831 s; waited for data 0.1% of the steps' time; at most 1.45 GB of memory\nvalidation: ..."
-    assert Summary.of(printed) == Summary(60, 831, 0.1 / 100, 1.45e9)
+    assert TrainingSummary.of(printed) == TrainingSummary(60, 831, 0.1 / 100, 1.45e9)
     with pytest.raises(ValueError, match="printed no summary"):
-        Summary.of("nothing is left to do")
+        TrainingSummary.of("nothing is left to do")

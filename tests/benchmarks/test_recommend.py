@@ -6,25 +6,25 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.measure import Setting
 from benchmarks.recommend import (
     SIZE_TOLERANCE,
     TOLERANCE,
     Candidate,
-    Cost,
     Known,
-    Plan,
-    Workload,
+    RandomReads,
+    ReadCost,
+    StorePlan,
     candidates,
     choose,
     opened_share,
     predict,
 )
-from benchmarks.setting import Setting
 
 positive = st.floats(1e-3, 1e3)
 shares = st.floats(0, 1)
-costs = st.builds(Cost, positive, positive, positive, positive)
-workloads = st.builds(Workload, positive, positive, positive, shares, positive)
+costs = st.builds(ReadCost, positive, positive, positive, positive)
+workloads = st.builds(RandomReads, positive, positive, positive, shares, positive)
 settings = st.builds(Setting, st.sampled_from(["none", "fast", "default"]), st.integers(1, 9), st.integers(1, 9))
 choices = st.lists(
     st.builds(Candidate, settings, st.floats(1, 2), st.floats(1, 1.05), st.integers(1, 5)),
@@ -104,7 +104,7 @@ def test_there_must_be_something_to_choose_from():
 @given(st.dictionaries(settings, st.builds(Known, costs, positive), min_size=1), positive)
 def test_every_setting_is_predicted_and_a_correction_multiplies_its_rate(known, factor):
     assume(factor > 0)
-    plan = Plan(1000, 3, 1e3, 8, 1e6)
+    plan = StorePlan(1000, 3, 1e3, 8, 1e6)
     plain = {one.setting: one for one in candidates(known, plan)}
     corrected = candidates({setting: found.corrected(factor) for setting, found in known.items()}, plan)
     assert plain.keys() == known.keys()
@@ -114,18 +114,18 @@ def test_every_setting_is_predicted_and_a_correction_multiplies_its_rate(known, 
 
 def test_slow_storage_wants_small_stores_and_fast_storage_quick_ones():
     known = {
-        Setting("default", 256, 16): Known(Cost(work=1.0, line=0.5, open_seconds=0, open_bytes=0), 0.5),
-        Setting("none", 256, 16): Known(Cost(work=0.1, line=1.0, open_seconds=0, open_bytes=0), 1.0),
+        Setting("default", 256, 16): Known(ReadCost(work=1.0, line=0.5, open_seconds=0, open_bytes=0), 0.5),
+        Setting("none", 256, 16): Known(ReadCost(work=0.1, line=1.0, open_seconds=0, open_bytes=0), 1.0),
     }
-    slow, fast = (choose(candidates(known, Plan(16, 1, 1.0, 8, rate))).setting.codec for rate in (0.1, 100.0))
+    slow, fast = (choose(candidates(known, StorePlan(16, 1, 1.0, 8, rate))).setting.codec for rate in (0.1, 100.0))
     assert (slow, fast) == ("default", "none")
 
 
 def test_a_large_store_wants_small_indices_and_a_small_one_few_objects():
     known = {
-        Setting("default", 64, rows): Known(Cost(1.0, 1.0, open_seconds=rows / 8, open_bytes=rows / 8), 1.0)
+        Setting("default", 64, rows): Known(ReadCost(1.0, 1.0, open_seconds=rows / 8, open_bytes=rows / 8), 1.0)
         for rows in (16, 256)
     }
-    plan = Plan(10**6, 5, 100.0, 8, 1.0)
+    plan = StorePlan(10**6, 5, 100.0, 8, 1.0)
     assert choose(candidates(known, plan)).setting.shard_size == 16
     assert choose(candidates(known, replace(plan, samples=256))).setting.shard_size == 256

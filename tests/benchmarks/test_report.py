@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.chunk_sizes import main as chunk_sizes
 from benchmarks.loader_scale import scale_table
 from benchmarks.rate_tables import rate_table
 from benchmarks.report import TEMPLATE, losses, main, read_outcomes, render
 from benchmarks.samples import synthetic_samples
-from benchmarks.tables import Column, Comparison, Machine, Outcome, Recorder, Table, load_outcome, this_machine
-from tests.stores import build_store
+from benchmarks.tables import Column, Machine, Outcome, PeerComparison, Recorder, Table, load_outcome, this_machine
 
 NUMBER = re.compile(r"\d[\d,.]*")
 MACHINE = Machine("A processor", 3, 23.4, "Linux 7.8", "3.14.0", {"zarr": "3.9.1"})
@@ -19,22 +17,21 @@ MACHINE = Machine("A processor", 3, 23.4, "Linux 7.8", "3.14.0", {"zarr": "3.9.1
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> list[Outcome]:
-    """What a tiny sweep really left, and a loader's and a scale's tables of made-up rates."""
+    """Tables of made-up rates: of chunk sizes, a loader and scale, and of a benchmark that came later."""
     out = tmp_path_factory.mktemp("bench")
-    build_store(out / "store")
-    axes = ["--codec", "none", "default", "--chunk-tokens", "8", "20", "--shard-size", "4"]
-    arguments = ["--store", str(out / "store"), "--place", str(out), "--out", str(out), "--storage-rate", "77"]
-    assert chunk_sizes([*arguments, *axes, "--sweep", "--quick", "--rounds", "1"]) == 0
     samples = synthetic_samples(24, 8, 5, 6, ragged=True)
     rates = {"safetensors": [91.5, 92.5, 94.0], "ours, none": [211.0, 222.0, 239.0], "ours, fast": [41.0, 42.0, 47.0]}
     table = rate_table("Rows, warm", rates, dict.fromkeys(rates, 12345.0), samples, "safetensors", ["Of 17 rows."])
     index = {"open_s": 0.031, "resident_per_sample": 25.5, "order_s": 0.9, "plan_ms": 0.125}
     scale = scale_table(index, {"epoch": 78.0}, {"open_files": 252.0})
-    for name, tables in (("loaders", [table]), ("loader_scale", [scale]), ("later", [table])):
+    sizes = Table("Chunk sizes", (Column("T", "d"), Column("MB/s")), ((64, 77.25), (512, 83.5)), ("Of 3 rounds.",))
+    for name, tables in (("chunk_sizes", sizes), ("loaders", table), ("loader_scale", scale), ("later", table)):
         recorder = Recorder(name, ["--json", "somewhere", "--samples", "48"])
         recorder.setup = "made-up rates"
-        recorder.tables = tables
-        replace(recorder.outcome(), machine=MACHINE).save(out / f"{name}.json")
+        recorder.tables = [tables]
+        outcome = recorder.outcome(plots=["read.png", "pareto.png"], figures={"paragraph": "Take T 512."})
+        machine = this_machine() if name == "later" else MACHINE
+        replace(outcome, machine=machine, plots=outcome.plots if tables is sizes else ()).save(out / f"{name}.json")
     return read_outcomes(out)
 
 
@@ -91,7 +88,7 @@ def test_every_comparison_below_one_is_listed_and_no_other(outcomes):
 
 def test_a_page_without_losses_says_so(outcomes):
     (loaders,) = (outcome for outcome in outcomes if outcome.benchmark == "loaders")
-    table = replace(loaders.tables[0], comparisons=(Comparison("in", "ours", "theirs", 1.5),))
+    table = replace(loaders.tables[0], comparisons=(PeerComparison("in", "ours", "theirs", 1.5),))
     assert "In nothing that was measured here." in render([replace(loaders, tables=(table,))])
 
 
@@ -117,7 +114,7 @@ def test_the_page_and_its_plots_are_written(outcomes, tmp_path, capsys):
     assert to.read_text() == render([load_outcome(source / "chunk_sizes.json")])
     for link in re.findall(r"\]\((images/.*?)\)", to.read_text()):
         assert (to.parent / link).read_bytes() == b"a plot"
-    assert "1 benchmarks, 3 plots" in capsys.readouterr().out
+    assert "1 benchmarks, 2 plots" in capsys.readouterr().out
 
 
 def test_nothing_measured_and_what_is_no_outcome_are_said(tmp_path, capsys):

@@ -4,10 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.access import ACCESSES, SPAN, requests
+from benchmarks.measure import (
+    ACCESSES,
+    SPAN,
+    Axes,
+    Setting,
+    Trial,
+    chosen_axes,
+    default_axes,
+    default_setting,
+    requests,
+)
 from benchmarks.samples import stored_samples, synthetic_samples, write_samples
-from benchmarks.setting import Axes, Setting, chosen_axes, default_axes, default_setting
-from benchmarks.trial import Trial
 from dspark_store import open_cache, verify_store
 from tests.stores import RAGGED, build_store
 

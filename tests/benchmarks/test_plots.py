@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.pareto import pareto_front
+from benchmarks.plots import pareto_front
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=20)
 
