@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -12,9 +11,12 @@ from dspark_store.cli.precompute import config_of
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.sizes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
-from dspark_store.inspection.estimate.estimation import TABLES, Bytes, Part, StoreEstimate
+from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.estimate.estimation import TABLES, Bytes, PartEstimate, StoreEstimate
 from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, forecast_job, forecast_store
-from dspark_store.precompute.settings import settings
+from dspark_store.precompute.job import existing_record
+from dspark_store.precompute.ranks import join_world
+from dspark_store.precompute.settings import PrecomputeConfig, settings
 from dspark_store.precompute.watch import StoppedError
 from dspark_store.readers.cache import open_cache
 from dspark_store.settings import flag
@@ -57,8 +59,16 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         say_json(_document(forecast))
         return 0
-    for line in _lines(forecast):
-        say(line)
+    say(*_lines(forecast))
+    return 0
+
+
+def estimate_precompute(config: PrecomputeConfig) -> int:
+    """Print the estimate of a precompute with ``--estimate``, on rank 0, from a table of ratios; return 0."""
+    with join_world(60 * config.timeout_minutes) as world:
+        if world.leads:
+            recorded = existing_record(LocalStorage(config.output_dir), resume=True)
+            say(*_lines(forecast_job(config, 0, recorded)))
     return 0
 
 
@@ -88,17 +98,26 @@ def _of_store(given: argparse.Namespace) -> Forecast:
 
 
 def _lines(forecast: Forecast) -> Iterator[str]:
-    corpus, chosen = forecast.corpus, forecast.chosen
+    corpus, chosen, counts = forecast.corpus, forecast.chosen, forecast.counts
+    states = [part for part in chosen.parts if part.name in (LAYERS, LAST)]
+    before = sum(part.before for part in states)
     supervised = "" if corpus.supervised is None else f" ({int(corpus.supervised.sum()):,} supervised)"
-    yield f"samples    {len(corpus):,} (mean {corpus.tokens / len(corpus):.0f} tokens)"
-    yield f"tokens     {corpus.tokens:,}{supervised}"
-    yield f"basis      {forecast.basis}"
+    cut, unsupervised = ("none", "not counted: no row had to be read") if counts is None else counts.lines()
+    yield f"samples            {len(corpus):,} (mean {corpus.tokens / max(1, len(corpus)):.0f} tokens)"
+    yield f"tokens             {corpus.tokens:,}{supervised}"
+    yield f"cut at seq-length  {cut}"
+    yield f"unsupervised       {unsupervised}"
+    exact = f"{before:,} bytes = {size_text(before)}"
+    yield f"states, exact      {exact} before compression ({len(states)} vectors per token)"
     yield (
-        f"store      {_size(chosen.total)} as {chosen.variant.dtype}, codec {chosen.variant.codec}, "
-        f"{chosen.schema.chunk_tokens} tokens a chunk"
+        f"states, expected   {_size(chosen.states)} as {chosen.variant.dtype}, codec {chosen.variant.codec}, "
+        f"{chosen.schema.chunk_tokens} tokens per chunk"
     )
-    yield f"disk free  {size_text(forecast.free)}"
-    yield f"time       {_time(forecast)}"
+    yield f"tables             {_size(chosen.parts[-1].stored)}: the target's embedding and head"
+    yield f"store              {_size(chosen.total)}, and a few KB of metadata per shard"
+    yield f"basis              {forecast.basis}"
+    yield f"disk free          {size_text(forecast.free)}"
+    yield f"time               {_time(forecast)}"
     yield ""
     yield from _part_lines(chosen)
     yield ""
@@ -116,12 +135,9 @@ def _part_lines(chosen: StoreEstimate) -> Iterator[str]:
             f"{_name(part):34} {size_text(part.before):>10}  {size_text(part.stored.expected):>10}  {spread:23} "
             f"{part.ratio:5.2f}x {share:6.1%}"
         )
-    beside = chosen.beside.total
-    share = beside / chosen.total.expected
-    yield f"{'metadata, index, ledger, trailers':34} {'':>10}  {size_text(beside):>10}  {'':23} {'':6} {share:6.1%}"
 
 
-def _name(part: Part) -> str:
+def _name(part: PartEstimate) -> str:
     if part.name == LAYERS:
         return f"layer {part.layer_id}"
     if part.name == LAST:
@@ -157,7 +173,7 @@ def _elsewhere(forecast: Forecast) -> dict[str, int]:
 def _time(forecast: Forecast) -> str:
     duration = forecast.duration
     if duration is None:
-        return "unknown: give --tokens-per-second, or measure"
+        return "unknown: give --tokens-per-second, or let dspark-store estimate --measure some rows"
     rate = forecast.corpus.tokens / duration.seconds if duration.seconds else 0.0
     text = f"{time_text(duration.seconds)} at {rate:,.0f} tokens/s, {forecast.rate_basis}"
     if duration.encode is not None and duration.encode > duration.forward:
@@ -183,6 +199,9 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
         "samples": len(corpus),
         "tokens": corpus.tokens,
         "supervised": None if corpus.supervised is None else int(corpus.supervised.sum()),
+        "cut": None if forecast.counts is None else forecast.counts.cut,
+        "perhaps_cut": None if forecast.counts is None else forecast.counts.perhaps_cut,
+        "unsupervised_samples": None if forecast.counts is None else forecast.counts.unsupervised,
         "measured_rows": forecast.measured_rows,
         "basis": forecast.basis,
         "codec": chosen.variant.codec,
@@ -190,7 +209,6 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
         "chunk_tokens": chosen.schema.chunk_tokens,
         "store_bytes": _range(chosen.total),
         "state_bytes": _range(chosen.states),
-        "bookkeeping_bytes": dataclasses.asdict(chosen.beside),
         "parts": [_part_document(part, chosen) for part in chosen.parts],
         "variants": [
             {"codec": store.variant.codec, "dtype": store.variant.dtype, "store_bytes": _range(store.total)}
@@ -204,7 +222,7 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
     }
 
 
-def _part_document(part: Part, chosen: StoreEstimate) -> dict[str, JsonValue]:
+def _part_document(part: PartEstimate, chosen: StoreEstimate) -> dict[str, JsonValue]:
     return {
         "part": part.name,
         "layer_id": part.layer_id,

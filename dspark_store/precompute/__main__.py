@@ -33,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for note in config.notes:
             _log.info("%s", note)
         with progress_shown_by(Bar):
+            if config.estimate:
+                from dspark_store.cli.estimate import estimate_precompute
+
+                return estimate_precompute(config)
             return run(config)
     except StoppedError as error:
         _tell(f"stopped: {error}")

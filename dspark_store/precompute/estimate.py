@@ -1,13 +1,11 @@
-"""Sizes and times to come, from the lengths of the samples alone."""
+"""The bytes and the rate to expect of a capture, from the lengths of the samples and a table of ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
-from dspark_store.format.sizes import Volume, distinct_states, padded_bytes, ragged_bytes, ragged_rows_bytes
-from dspark_store.text import size_text, time_text
+from dspark_store.format.sizes import Volume, ragged_bytes
+from dspark_store.text import size_text
 
 COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {
     ("fast", "bf16"): (1.13, 1.22),
@@ -56,27 +54,3 @@ def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free:
             f"no space: up to {size_text(most)} are still to be written ({size_text(raw)} before compression), "
             f"{size_text(free)} are free; free some, or capture fewer layers or samples"
         )
-
-
-def estimate_lines(
-    schema: StoreSchema, last_layer: int, volume: Volume, counts: tuple[str, str], free: int, rate: float | None
-) -> Iterable[str]:
-    """Yield the lines that ``--estimate`` prints; ``counts`` are the samples cut and not supervised, in words."""
-    raw = ragged_bytes(schema, last_layer, volume.tokens)
-    least, most = stored_range(schema, last_layer, volume)
-    mean = volume.tokens / max(1, volume.samples)
-    vectors = distinct_states(schema, last_layer)
-    cut, unsupervised = counts
-    yield f"samples            {volume.samples:,} (mean {mean:.0f} tokens)"
-    yield f"tokens             {volume.tokens:,} ({volume.supervised:,} supervised)"
-    yield f"cut at seq-length  {cut}"
-    yield f"unsupervised       {unsupervised}"
-    yield f"states             {raw:,} bytes = {size_text(raw)} before compression ({vectors} vectors a token)"
-    yield f"stored             {size_text(least)} to {size_text(most)} expected with codec {schema.codec!r}"
-    yield f"padded safetensors {size_text(padded_bytes(schema, volume.samples))}"
-    yield f"ragged rows        {size_text(ragged_rows_bytes(schema, volume.tokens))}"
-    yield f"disk free          {size_text(free)}"
-    if rate is None:
-        yield "time               unknown: give --tokens-per-second, or run once (a finished run records its rate)"
-    else:
-        yield f"time               {time_text(volume.tokens / rate)} at {rate:,.0f} tokens/s"

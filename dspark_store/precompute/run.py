@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.capture import missing_shards
-from dspark_store.precompute.estimate import estimate_lines, recorded_rate
 from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.ranks import World, join_world
-from dspark_store.precompute.refusals import no_samples, tell_refusals
-from dspark_store.precompute.report import SampleCounts, print_report
+from dspark_store.precompute.report import print_report
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import new_folders_undone
-from dspark_store.progress import start_progress
 from dspark_store.readers.cache import open_cache
-from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.verify import verify_store
 from dspark_store.text import say
 from dspark_store.writers.recovery import sweep_finished
@@ -40,12 +29,6 @@ def run(config: PrecomputeConfig) -> int:
     """
     config.check()
     with join_world(60 * config.timeout_minutes) as world:
-        if config.estimate:
-            if world.leads:
-                storage = LocalStorage(config.output_dir)
-                recorded = existing_record(storage, resume=True)
-                _print_estimate(plan_job(config, recorded=recorded), storage, recorded)
-            return 0
         return _lead(config, world) if world.leads else _follow(config, world)
 
 
@@ -113,33 +96,3 @@ def _smoke(job: Job, world: World, target: JobTarget) -> None:
         say(f"smoke test passed: {len(cache)} samples were written, read back and checked{note}")
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _print_estimate(job: Job, storage: LocalStorage, recorded: StoreRecord | None) -> None:
-    """Count the tokens of the whole source, from the store where it has them, and print what they amount to."""
-    schema = job.new_record.schema
-    lengths: Sequence[int]
-    supervised: Sequence[int]
-    if recorded is not None and recorded.phase != "tokens":
-        check_identity(recorded, job)
-        index, all_rows = StoreIndex(storage, recorded), np.arange(recorded.schema.num_samples)
-        counts = SampleCounts.of(job.source, schema.seq_length, index.length, index.supervised, all_rows >= 0)
-        missing = missing_shards(storage, recorded.schema)
-        rows = all_rows if recorded.complete else all_rows[np.isin(all_rows // recorded.schema.shard_size, missing)]
-        lengths, supervised = index.length[rows].tolist(), index.supervised[rows].tolist()
-    else:
-        lengths, supervised = counted = array("q"), array("q")
-        with start_progress("tokenise", len(job.source), "rows") as progress:
-            for sample in job.source.read():
-                counted[0].append(len(sample.input_ids))
-                counted[1].append(int(sample.loss_mask.sum()))
-                progress.reach(job.source.record_of(sample.cursor), lambda: "")
-        if not lengths:
-            raise no_samples(job.source)
-        tell_refusals(job.source)
-        counts = SampleCounts.of(job.source, schema.seq_length, lengths, supervised)
-        counts.check()
-    volume = Volume.of(schema, lengths, supervised)
-    rate = job.config.tokens_per_second or recorded_rate(recorded)
-    for line in estimate_lines(schema, job.new_record.last_layer, volume, counts.lines(), storage.free_bytes(), rate):
-        say(line)

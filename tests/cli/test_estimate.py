@@ -4,10 +4,14 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
 from dspark_store.cli.main import main
+from dspark_store.format.schema import COLUMNS, IDS, MASK
+from dspark_store.format.shard import read_tail
+from dspark_store.readers.cache import open_cache
 from tests.precompute.jobs import precompute
 from tests.stores import build_store
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats
@@ -17,8 +21,20 @@ SETTINGS = ("--device", "cpu", "--batch-size", "2", "--shard-size", "8", "--seq-
 MANIFEST = {"pad_token_id": 5, "num_hidden_layers": 6, "target_vocab_size": 19}
 
 
-def files_bytes(store):
-    """Return the bytes of all files below a store, each file once: what `du` counts, without the rest of the blocks."""
+def counted_bytes(store):
+    """Return the bytes of all chunks and of the target's tables in a store, those of one file once."""
+    cache = open_cache(store)
+    found = {path.stat().st_ino: path.stat().st_size for path in (store / "target").rglob("c.*")}
+    for column in COLUMNS:
+        grid = cache.schema.tokens if column in (IDS, MASK) else cache.schema.states
+        for path in (store / column).glob("c.*"):
+            with closing(cache.storage.open(f"{column}/{path.name}")) as reader:
+                found[path.stat().st_ino] = int(read_tail(reader, grid).bounds.max())
+    return sum(found.values())
+
+
+def directory_bytes(store):
+    """Return the bytes of all files below a store, each file once."""
     files = [path.stat() for path in store.rglob("*") if path.is_file()]
     return sum({stat.st_ino: stat.st_size for stat in files}.values())
 
@@ -45,37 +61,57 @@ def estimate(place, capsys, *options, data=True):
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [("default", "bf16"), ("none", "fp32")])
-def test_some_rows_foretell_the_directory_within_5_percent(place, capsys, codec, dtype):
+def test_some_rows_foretell_the_store_within_5_percent(place, capsys, codec, dtype):
     found = estimate(place, capsys, "--codec", codec, "--dtype", dtype, "--measure", "10")
-    stored = files_bytes(place / f"{codec}-{dtype}")
+    stored = counted_bytes(place / f"{codec}-{dtype}")
     assert found["measured_rows"] == 10
     assert found["store_bytes"]["expected"] == pytest.approx(stored, rel=0.05)
     assert found["store_bytes"]["least"] * 0.99 < stored < found["store_bytes"]["most"] * 1.01
 
 
-def test_all_rows_foretell_every_byte_but_names_and_versions(place, capsys):
+def test_all_rows_foretell_every_byte_of_columns_and_tables(place, capsys):
     found = estimate(place, capsys, "--measure", "1000")
+    store = place / "default-bf16"
     assert found["measured_rows"] == found["samples"] == 40
-    assert found["store_bytes"]["least"] == found["store_bytes"]["most"]
-    assert found["store_bytes"]["expected"] == pytest.approx(files_bytes(place / "default-bf16"), abs=1500)
+    assert {found["store_bytes"][end] for end in ("least", "expected", "most")} == {counted_bytes(store)}
+    assert directory_bytes(store) - counted_bytes(store) < 10_000 * 5  # what is not counted, of 5 shards
     parts = {(part["part"], part["layer_id"]): part["stored_bytes"]["expected"] for part in found["parts"]}
-    tables = sum(files_bytes(path) for path in (place / "default-bf16" / "target").iterdir() if path.is_dir())
-    assert parts["target", None] == pytest.approx(tables, abs=2500)  # with the zarr.json of each
-    assert sum(part["share"] for part in found["parts"]) < 1
+    tables = sum(path.stat().st_size for path in (store / "target").rglob("c.*"))
+    assert parts["target", None] == tables
+    assert sum(part["share"] for part in found["parts"]) == pytest.approx(1)
+
+
+def test_samples_that_are_cut_or_not_supervised_are_counted(place, capsys):
+    found = estimate(place, capsys, "--measure", "0", "--seq-length", "48")
+    assert (found["cut"], found["perhaps_cut"]) == (33, 0)
+    assert found["unsupervised_samples"] == 0
+    store = estimate(place, capsys, "--store", str(place / "default-bf16"), "--measure", "0", data=False)
+    assert (store["cut"], store["perhaps_cut"], store["unsupervised_samples"]) == (0, 13, 0)
+
+
+def test_a_precompute_prints_the_same_estimate(place, capsys, tmp_path):
+    words = ["--input-data", str(place / "chats.jsonl"), "--target-model", str(place / "target"), *SETTINGS]
+    assert main(["estimate", *words, "--measure", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["precompute", *words, "--output-dir", str(tmp_path / "store"), "--estimate"]) == 0
+    kept = [
+        [line for line in text.splitlines() if "disk free" not in line] for text in (printed, capsys.readouterr().out)
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_every_codec_and_dtype_is_told_and_each_is_what_it_would_be_alone(place, capsys):
     found = estimate(place, capsys, "--measure", "10")
     totals = {(one["codec"], one["dtype"]): one["store_bytes"]["expected"] for one in found["variants"]}
     assert len(totals) == 12
-    assert totals["none", "fp32"] == pytest.approx(files_bytes(place / "none-fp32"), rel=0.05)
+    assert totals["none", "fp32"] == pytest.approx(counted_bytes(place / "none-fp32"), rel=0.05)
     assert totals["default", "bf16"] == found["store_bytes"]["expected"]
 
 
 def test_a_store_foretells_itself_and_what_it_would_be_otherwise(place, capsys):
     store = place / "default-bf16"
     own = estimate(place, capsys, "--store", str(store), "--measure", "10", data=False)
-    assert own["store_bytes"]["expected"] == pytest.approx(files_bytes(store), rel=0.05)
+    assert own["store_bytes"]["expected"] == pytest.approx(counted_bytes(store), rel=0.05)
     assert own["tokens"] == estimate(place, capsys, "--measure", "0")["tokens"]
     assert own["seconds"] > 0
     one = [str(own["parts"][2]["layer_id"])]
@@ -89,8 +125,7 @@ def test_a_growing_store_is_estimated_whole(tmp_path, capsys):
     build_store(tmp_path / "growing", without_shards=(1,), fields={"manifest": MANIFEST})
     found = estimate(tmp_path, capsys, "--store", str(tmp_path / "growing"), data=False)
     assert (found["samples"], found["measured_rows"]) == (7, 4)
-    unnamed = 2 * 700  # the job that a real store names, in its root and in the root's copy
-    assert found["store_bytes"]["expected"] - unnamed == pytest.approx(files_bytes(whole.path), rel=0.02)
+    assert found["store_bytes"]["expected"] == pytest.approx(counted_bytes(whole.path), rel=0.02)
 
 
 def test_one_row_of_many_tells_no_range(place, capsys):
@@ -131,7 +166,11 @@ def test_the_text_tells_parts_codecs_and_other_layouts(place, capsys):
     data, target = str(place / "chats.jsonl"), str(place / "target")
     assert main(["estimate", data, "--target-model", target, *SETTINGS, "--measure", "4"]) == 0
     shown = capsys.readouterr().out
-    for text in ("basis      4 rows taken at random and run through the target on cpu\n", "\nlayer ", "\ndense "):
+    for text in (
+        "basis              4 rows taken at random and run through the target on cpu\n",
+        "\nlayer ",
+        "\ndense ",
+    ):
         assert text in shown
     for text in ("padded safetensors", "ragged rows, the last state once", "tokens/s, measured on these rows"):
         assert text in shown

@@ -1,4 +1,4 @@
-"""What is to come: tokens, bytes, time, and whether the disk holds it."""
+"""What is to come, in bytes, and whether the disk holds it."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.sizes import Volume, ragged_bytes
-from dspark_store.precompute.estimate import estimate_lines, refuse_full_disk, stored_range
+from dspark_store.precompute.estimate import refuse_full_disk, stored_range
 
 
 def schema_of(layer_ids=(1, 2, 3), *, dtype="bf16", codec="default"):
@@ -35,22 +35,3 @@ def test_a_disk_that_cannot_hold_the_most_is_refused_with_both_numbers():
     refuse_full_disk(schema, 3, volume, free=1_228_800)
     with pytest.raises(ValueError, match=r"no space: up to 1\.23 MB are still to be written .* 900\.00 KB are free"):
         refuse_full_disk(schema, 3, volume, free=900_000)
-
-
-def test_the_lines_give_exact_bytes_and_a_time_where_the_rate_is_known():
-    volume = Volume.of(schema_of(), [100, 50], [10, 0])
-    lines = list(estimate_lines(schema_of(), 3, volume, ("0 (0.0%)", "1 (50.0%)"), free=10**9, rate=10.0))
-    assert [" ".join(line.split()) for line in lines[:4]] == [
-        "samples 2 (mean 75 tokens)",
-        "tokens 150 (10 supervised)",
-        "cut at seq-length 0 (0.0%)",
-        "unsupervised 1 (50.0%)",
-    ]
-    assert "28,800 bytes = 28.80 KB before compression (3 vectors a token)" in lines[4]
-    assert " ".join(lines[-1].split()) == "time 15 s at 10 tokens/s"
-
-
-def test_the_time_is_unknown_without_a_rate():
-    volume = Volume.of(schema_of(), [100], [10])
-    lines = list(estimate_lines(schema_of(), 3, volume, ("0", "0"), free=10**9, rate=None))
-    assert "unknown: give --tokens-per-second" in lines[-1]

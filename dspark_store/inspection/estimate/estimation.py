@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dspark_store.format.bookkeeping import Bookkeeping, bookkeeping
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
@@ -46,7 +45,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartEstimate:
     """One part of a store: a column, one layer of it, or the target's tables. ``before`` is without compression.
 
     ``layer_id`` is the layer of a state column's object; that of the last hidden states has the last layer's id where
@@ -66,12 +65,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoreEstimate:
-    """A whole store in one codec and dtype. ``total`` is the directory: every file in it once."""
+    """A whole store in one codec and dtype: ``total`` is the objects of its columns, and the target's tables.
+
+    Metadata, index, ledger and the objects' trailers are not counted: they are a few KB per shard.
+    """
 
     variant: Variant
     schema: StoreSchema
-    parts: tuple[Part, ...]
-    beside: Bookkeeping
+    parts: tuple[PartEstimate, ...]
     states: Bytes
     total: Bytes
 
@@ -84,24 +85,20 @@ def estimate_store(
     Without a measurement, ratios come from the table of `precompute.estimate`.
     """
     variant = Variant(schema.codec, schema.dtype.name)
-    schema = schema.settled(len(corpus))
-    record = replace(record, schema=schema, manifest={**record.manifest, "num_samples": len(corpus)})
-    beside = bookkeeping(record)
+    record = replace(record, schema=schema)
     own = measurement if measurement is not None and variant in measurement.states else None
     states, states_sum = _state_parts(record, corpus, variant, own)
     tokens = _token_parts(schema, corpus, own)
     tables = _tables(record, variant, own)
-    data = states_sum
+    total = states_sum
     for part in (*tokens, tables):
-        data += part.stored
-    return StoreEstimate(
-        variant, schema, (*tokens, *states, tables), beside, states_sum, data + Bytes.exact(beside.total)
-    )
+        total += part.stored
+    return StoreEstimate(variant, schema, (*tokens, *states, tables), states_sum, total)
 
 
 def _state_parts(
     record: StoreRecord, corpus: Corpus, variant: Variant, measurement: Measurement | None
-) -> tuple[list[Part], Bytes]:
+) -> tuple[list[PartEstimate], Bytes]:
     """Return the parts of the state columns and their sum, whose range is narrower than the sum of theirs."""
     schema = record.schema
     objects = distinct_objects(schema, record.last_layer)
@@ -122,7 +119,9 @@ def _state_parts(
         sizes = measurement.states[variant]
         stored = [projected(sizes[:, number], measurement.tokens, corpus) for number in range(len(objects))]
         total = projected(sizes.sum(axis=1), measurement.tokens, corpus)
-    parts = [Part(item.column, layer, before, size) for item, layer, size in zip(objects, ids, stored, strict=True)]
+    parts = [
+        PartEstimate(item.column, layer, before, size) for item, layer, size in zip(objects, ids, stored, strict=True)
+    ]
     return parts, total
 
 
@@ -144,7 +143,7 @@ def projected(sizes: np.ndarray, tokens: np.ndarray, corpus: Corpus) -> Bytes:
     return Bytes.within(expected, whole * math.sqrt((1 - rows / whole) * variance / rows))
 
 
-def _token_parts(schema: StoreSchema, corpus: Corpus, measurement: Measurement | None) -> list[Part]:
+def _token_parts(schema: StoreSchema, corpus: Corpus, measurement: Measurement | None) -> list[PartEstimate]:
     plain = {IDS: 4 * schema.seq_length + CRC_BYTES, MASK: schema.seq_length + CRC_BYTES}
     parts = []
     for column, itemsize in ((IDS, 4), (MASK, 1)):
@@ -156,17 +155,17 @@ def _token_parts(schema: StoreSchema, corpus: Corpus, measurement: Measurement |
         else:
             sizes = (measurement.ids if column == IDS else measurement.masks)[schema.codec]
             stored = projected(sizes, measurement.tokens, corpus)
-        parts.append(Part(column, None, corpus.tokens * itemsize, stored))
+        parts.append(PartEstimate(column, None, corpus.tokens * itemsize, stored))
     return parts
 
 
-def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | None) -> Part:
+def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | None) -> PartEstimate:
     before = weight_bytes(record)
     if measurement is not None and variant in measurement.tables:
         stored = measurement.tables[variant]
-        return Part(TABLES, None, before if stored else 0, Bytes.exact(stored))
+        return PartEstimate(TABLES, None, before if stored else 0, Bytes.exact(stored))
     low, high = COMPRESSION.get(variant, (1.0, 1.0))
-    return Part(TABLES, None, before, Bytes(2 * before / (low + high), before / high, before / low))
+    return PartEstimate(TABLES, None, before, Bytes(2 * before / (low + high), before / high, before / low))
 
 
 @dataclass(frozen=True, slots=True)

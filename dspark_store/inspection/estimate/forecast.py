@@ -6,18 +6,23 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
 from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
-from dspark_store.inspection.estimate.measurement import Encoder, Measurement, Variant, measure_store, variants
+from dspark_store.inspection.estimate.measurement import Measurement, TrialEncoder, Variant, measure_store, variants
+from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate
-from dspark_store.precompute.job import Job, plan_job
+from dspark_store.precompute.job import Job, check_identity, plan_job
 from dspark_store.precompute.refusals import tell_refusals
+from dspark_store.precompute.report import SampleCounts
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
+from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.tensors import chosen_slots
 
 _NEEDED = ("num_hidden_layers", "target_vocab_size")
@@ -28,12 +33,14 @@ TABLE = "a table of ratios: nothing was measured"
 class Forecast:
     """``chosen`` is the store that was asked for, ``others`` all codecs and dtypes, it among them.
 
-    ``basis`` tells in words where the ratios come from, ``measured_rows`` is 0 where they are not measured;
-    ``rate_basis`` tells where the speed comes from. ``last_layer`` is the id of the target's last layer, ``free`` the
-    bytes left where the store is to be.
+    ``counts`` says how many samples are cut or not supervised, None where no row had to be read. ``basis`` says in
+    words where the ratios come from, ``measured_rows`` is 0 where they are not measured; ``rate_basis`` says where the
+    speed comes from. ``last_layer`` is the id of the target's last layer, ``free`` the bytes left where the store is to
+    be.
     """
 
     corpus: Corpus
+    counts: SampleCounts | None
     chosen: StoreEstimate
     others: tuple[StoreEstimate, ...]
     last_layer: int
@@ -64,43 +71,66 @@ class StoreChoice:
         return Variant(self.codec or schema.codec, schema.dtype.name).schema(schema, self.chunk_tokens or 0)
 
 
-def forecast_job(config: PrecomputeConfig, measure: int) -> Forecast:
+def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord | None = None) -> Forecast:
     """Estimate the store that a precompute with these settings would make.
 
-    ``measure`` of its rows are run through the target; with 0 the target is not loaded. Raises what a precompute does.
+    ``measure`` of its rows are run through the target; with 0 the target is not loaded. Of a store that is ``recorded``
+    at its place, with its tokens, only the samples are counted whose states are missing, or all when none are. Raises
+    what a precompute does.
     """
     config.check()
-    job = plan_job(config)
+    job = plan_job(config, recorded=recorded)
     schema, last_layer = job.new_record.schema, job.new_record.last_layer
-    corpus = count_source(job.source, config.seq_length, measure, all_kept=config.min_supervised == 0)
-    tell_refusals(job.source)
+    corpus, counts = _samples_of(job, measure, recorded)
     schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
     measurement, basis = None, TABLE
     if measure:
         measurement, device = _measure_job(job, corpus, schemas)
         basis = f"{len(corpus.rows):,} rows taken at random and run through the target on {device}"
+    known_rate = None if measurement else recorded_rate(recorded)
     duration = estimate_duration(
         corpus,
         schema.shard_size,
         config.batch_size,
-        tokens_per_second=config.tokens_per_second,
+        tokens_per_second=config.tokens_per_second or known_rate,
         positions_per_second=measurement.positions_per_second if measurement else None,
         encode_seconds=measurement.encode_seconds[_variant(schema)] if measurement else None,
         threads=config.resolved_encode_threads,
     )
     given = config.tokens_per_second is not None
-    rate_basis = "as given" if given else "measured on these rows" if measurement else ""
+    rate_basis = "as given" if given else "measured on these rows" if measurement else "as the store records"
     chosen, others = _estimates(job.new_record, schemas, corpus, measurement)
     free = LocalStorage(config.output_dir).free_bytes()
     rows = len(measurement.rows) if measurement else 0
-    return Forecast(corpus, chosen, others, last_layer, rows, basis, duration, rate_basis, free)
+    return Forecast(corpus, counts, chosen, others, last_layer, rows, basis, duration, rate_basis, free)
+
+
+def _samples_of(job: Job, rows: int, recorded: StoreRecord | None) -> tuple[Corpus, SampleCounts | None]:
+    """Count the samples of a job, from the store where it has its tokens, else from the source."""
+    seq_length = job.config.seq_length
+    if recorded is not None and recorded.phase != "tokens":
+        check_identity(recorded, job)
+        storage = LocalStorage(job.config.output_dir)
+        index, samples = StoreIndex(storage, recorded), np.arange(recorded.schema.num_samples)
+        counts = SampleCounts.of(job.source, seq_length, index.length, index.supervised, samples >= 0)
+        if not recorded.complete:
+            samples = samples[np.isin(samples // recorded.schema.shard_size, missing_shards(storage, recorded.schema))]
+        return Corpus(index.length[samples].astype(np.int64), index.supervised[samples].astype(np.int64), ()), counts
+    known = not job.config.estimate and job.config.min_supervised == 0
+    corpus = count_source(job.source, seq_length, rows, all_kept=known)
+    tell_refusals(job.source)
+    if corpus.supervised is None:
+        return corpus, None
+    counts = SampleCounts.of(job.source, seq_length, corpus.lengths, corpus.supervised)
+    counts.check()
+    return corpus, counts
 
 
 def _measure_job(job: Job, corpus: Corpus, schemas: Mapping[Variant, StoreSchema]) -> tuple[Measurement, str]:
     from dspark_store.inspection.estimate.trial import measure_target
 
     measurement = Measurement(corpus.rows)
-    with Encoder(measurement, schemas, job.new_record.last_layer) as encoder:
+    with TrialEncoder(measurement, schemas, job.new_record.last_layer) as encoder:
         encoder.encode_tokens()
         device = measure_target(job, encoder)
     return measurement, device
@@ -123,7 +153,7 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     measurement, basis = None, TABLE
     if measure and cache.index.committed():
         measurement = Measurement(corpus.rows)
-        with Encoder(measurement, schemas, record.last_layer) as encoder:
+        with TrialEncoder(measurement, schemas, record.last_layer) as encoder:
             encoder.encode_tokens()
             measure_store(cache, schema.layer_ids, encoder)
         basis = f"{len(corpus.rows):,} rows of the store, taken at random and encoded anew"
@@ -142,7 +172,11 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     chosen, others = _estimates(record, schemas, corpus, measurement)
     rate_basis = "as given" if given else "as the store records"
     rows = len(measurement.rows) if measurement else 0
-    return Forecast(corpus, chosen, others, record.last_layer, rows, basis, duration, rate_basis, storage.free_bytes())
+    full = int((corpus.lengths == schema.seq_length).sum())  # some of them may have been cut
+    counts = SampleCounts(len(corpus), schema.seq_length, 0, full, int((cache.supervised == 0).sum()))
+    return Forecast(
+        corpus, counts, chosen, others, record.last_layer, rows, basis, duration, rate_basis, storage.free_bytes()
+    )
 
 
 def _variant(schema: StoreSchema) -> Variant:

@@ -118,7 +118,7 @@ class Measurement:
         return np.array([len(row) for row in self.rows], np.int64)
 
 
-class Encoder:
+class TrialEncoder:
     """Fills a measurement: encodes rows and tables in every variant, in threads."""
 
     def __init__(self, measurement: Measurement, schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
@@ -128,7 +128,7 @@ class Encoder:
         # the codecs are never run in the main thread, where blosc takes threads of its own
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "encode")
 
-    def __enter__(self) -> Encoder:
+    def __enter__(self) -> TrialEncoder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +180,7 @@ def _timed_row_bytes(schema: StoreSchema, states: torch.Tensor) -> tuple[int, fl
     return state_row_bytes(schema, states), time.perf_counter() - started
 
 
-def measure_store(cache: Cache, layers: Sequence[int], encoder: Encoder) -> None:
+def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) -> None:
     """Read the states of the measurement's rows from the store that has them, and encode them; and its tables.
 
     ``layers`` are the ids that an estimate is made for, in slot order.

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.inspection.estimate.measurement import Encoder, RowStates
+from dspark_store.inspection.estimate.measurement import RowStates, TrialEncoder
 from dspark_store.precompute.job import Job, plan_target
 from dspark_store.precompute.loaded import JobTarget
 from dspark_store.precompute.ranks import join_world
@@ -19,7 +19,7 @@ from dspark_store.target.capture import StageStates
 type _Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
 
-def measure_target(job: Job, encoder: Encoder) -> str:
+def measure_target(job: Job, encoder: TrialEncoder) -> str:
     """Run the rows of a measurement through the target in the job's batches, and encode their states and its tables.
 
     Returns the kind of device that it ran on. Raises what loading a target raises, ValueError under torchrun, and
@@ -47,7 +47,7 @@ class _Trial:
     """The forwards of a measurement's rows."""
 
     def __init__(
-        self, job: Job, encoder: Encoder, capture: _Capture, device: torch.device, check: Callable[[], None]
+        self, job: Job, encoder: TrialEncoder, capture: _Capture, device: torch.device, check: Callable[[], None]
     ) -> None:
         self._job = job
         self._rows = encoder.measurement.rows

@@ -14,7 +14,6 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection import copy_shards
 from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
-from dspark_store.inspection.rechunk import rechunk as rechunk_module
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import publish_states
@@ -271,6 +270,6 @@ def test_impossible_settings_are_refused(source, place, settings, words):
 
 
 def test_weights_that_do_not_read_back_stop_the_copy(source, place, monkeypatch):
-    monkeypatch.setattr(rechunk_module, "_same_weights", lambda *tables: False)
+    monkeypatch.setattr("dspark_store.inspection.rechunk._same_weights", lambda *tables: False)
     with pytest.raises(DamagedStoreError, match="target weights"):
         rechunk(source, place, OTHER)
