@@ -22,8 +22,9 @@ from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.draft.loss import SlotTerms, compared, loss_sums
 from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.format.schema import IDS, LAST, MASK
+from dspark_store.training.checkpoint import found_checkpoint
 from dspark_store.training.journal import read_metrics
-from dspark_store.training.loop import Training, found_checkpoint, held
+from dspark_store.training.loop import Training, held
 from dspark_store.training.ranks import joined_ranks
 
 ADDED = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -77,7 +78,7 @@ def measure(store: str, output: Path, seed: int, flags: Sequence[str]) -> DraftR
         added, bigram = best_bigram(training)
         training.run()
     taus = [line.figures["tau"] for line in read_metrics(output) if line.kind == "validation"]
-    return DraftResult(seed, training.total, taus[0], bigram, added, taus[-1], training.watch.waiting_share)
+    return DraftResult(seed, training.total, taus[0], bigram, added, taus[-1], training.waiting_share)
 
 
 def best_bigram(training: Training) -> tuple[float, float]:

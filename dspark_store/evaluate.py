@@ -26,17 +26,17 @@ from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.text import log_to_stderr, say, say_error
 from dspark_store.training.checkpoint import (
+    CHECKPOINTS,
     DRAFT,
     STATE,
     DamagedCheckpointError,
-    Place,
     check_checkpoint,
     checkpoints,
     load_draft,
-    read_place,
+    read_state,
 )
-from dspark_store.training.data import target_tables
-from dspark_store.training.manifest import Expected, check_manifest
+from dspark_store.training.data import ExpectedStore, check_manifest, target_tables
+from dspark_store.training.state import TrainingState
 
 DIFFERS = DAMAGED = 1
 USER_ERROR = 2
@@ -88,22 +88,22 @@ def evaluate(given: argparse.Namespace) -> Judgement:
         if getattr(given, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(given, name)}")
     Sampler(given.temperature, given.seed)  # refuses what cannot be
-    found = checkpoints(Path(given.draft) / "checkpoints")
+    found = checkpoints(Path(given.draft) / CHECKPOINTS)
     if not found:
         raise FileNotFoundError(f"{given.draft} has no checkpoint: give the --output-dir of a training")
     check_checkpoint(found[-1], (DRAFT, STATE))
-    place = read_place(found[-1])
+    trained = read_state(found[-1])
     cache = open_cache(given.store)
     source = TargetSource(given.target_model, given.trust_remote_code)
-    _refuse_strangers(place, cache, source)
-    prompts = list(prompts_of(cache, _samples(cache, place.config, given.samples)))
+    _refuse_strangers(trained, cache, source)
+    prompts = list(prompts_of(cache, _samples(cache, trained.config, given.samples)))
     if not prompts:
         raise ValueError(f"there are no prompts: every sample of {given.store} begins with a supervised token")
     device = device_named(given.device)
     dtype = resolve_compute_dtype(given.dtype, device)
     model = load_target(source, dtype=dtype, device=device)
     draft = load_draft(found[-1], *target_tables(cache, device, dtype))
-    decoder, total = Decoder(model, place.layers), Judgement()
+    decoder, total = Decoder(model, trained.layers), Judgement()
     what = (decoder, draft, prompts, given.max_new_tokens, _stops(model))
     judged = judge_sampled(*what, given.temperature, given.seed) if given.temperature else judge(*what)
     with start_progress("evaluate", len(prompts), "prompts") as progress:
@@ -113,16 +113,16 @@ def evaluate(given: argparse.Namespace) -> Judgement:
     return total
 
 
-def _refuse_strangers(place: Place, cache: Cache, source: TargetSource) -> None:
+def _refuse_strangers(trained: TrainingState, cache: Cache, source: TargetSource) -> None:
     """Raise ValueError unless draft, store and target are of the same target, as far as can be told before loading it.
 
     Other files of the target's weights are but a warning: they may be the same weights in another format.
     """
-    check_manifest(cache.manifest, Expected.of_target(source, layers=place.layers))
+    check_manifest(cache.manifest, ExpectedStore.of_target(source, layers=trained.layers))
     stored = cache.manifest.get("target_weights")
-    if place.origin.target_weights != stored:
+    if trained.origin.target_weights != stored:
         raise ValueError(
-            f"the draft was trained on a target with weights {place.origin.target_weights}, the store is of one with "
+            f"the draft was trained on a target with weights {trained.origin.target_weights}, the store is of one with "
             f"{stored}: give the store that it was trained from, or another of the same target"
         )
     own = target_fingerprint(source)["weights"]

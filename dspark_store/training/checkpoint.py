@@ -6,7 +6,6 @@ a folder that appears whole, with the digests of its files, and is never touched
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -18,88 +17,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_store.draft.model import Draft
-from dspark_store.draft.settings import DraftSettings
-from dspark_store.readers.cache import Cache
 from dspark_store.training.learner import Learner
+from dspark_store.training.ranks import Ranks
+from dspark_store.training.settings import TrainConfig
+from dspark_store.training.state import FORMAT_VERSION, TrainingState
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)")
+CHECKPOINTS = "checkpoints"
+"""The folder in a training's output directory."""
 DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.json"
 FILES = (DRAFT, OPTIMIZER, STATE)
 SUMS = "SHA256SUMS"
 """The digests of the other files, as ``sha256sum -c`` reads them."""
-FORMAT_VERSION, WITHOUT_SUMS = 3, 2
+WITHOUT_SUMS = 2
+"""The version whose checkpoints have no digests."""
 _UNREADABLE = (FileNotFoundError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError)
 _STATE_BYTES = 64 * 1024 * 1024
 
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint's files are not what was written; the message names it, what is wrong, and the newest whole one."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """What the states were made of: the digest of the target's weights, and one over the digests of all samples."""
-
-    target_weights: str | None
-    samples: str
-
-    @classmethod
-    def of(cls, cache: Cache) -> Origin:
-        """Return that of a store, or of the live target in its place."""
-        weights = cache.manifest.get("target_weights")
-        samples = hashlib.blake2b(cache.index.digest.astype("<u8").tobytes(), digest_size=16).hexdigest()
-        return cls(None if weights is None else str(weights), samples)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where a training stands, and what it is of: the settings it was given, the draft's shape, layers and states.
-
-    ``window`` holds, for each rank, what the steps since the last line of metrics came to, as `Judged.vector` has it;
-    it is empty when no step was taken since.
-    """
-
-    step: int
-    loader: Mapping[str, int | str]
-    draft: DraftSettings
-    layers: tuple[int, ...]
-    config: Mapping[str, Any]
-    origin: Origin
-    window: tuple[tuple[float, ...], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this as what JSON holds."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "step": self.step,
-            "loader": dict(self.loader),
-            "draft": dataclasses.asdict(self.draft),
-            "layers": list(self.layers),
-            "config": dict(self.config),
-            "origin": dataclasses.asdict(self.origin),
-            "window": [list(part) for part in self.window],
-        }
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Place:
-        """Read it back; KeyError, TypeError or ValueError when it is not one."""
-        if type(state["step"]) is not int or not isinstance(state["loader"], dict):
-            raise TypeError("its step is no whole number, or its loader no object")
-        return cls(
-            state["step"],
-            state["loader"],
-            DraftSettings(**state["draft"]),
-            tuple(state["layers"]),
-            state["config"],
-            Origin(**state["origin"]),
-            tuple(tuple(part) for part in state["window"]),
-        )
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -114,10 +58,40 @@ def step_of(checkpoint: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
+def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
+    """Return the checkpoint to resume from, the newest or the named one; None where there is none.
+
+    All ranks call it together. ValueError when there are some and the run is not to resume, when the named one is
+    not there, or when ranks find different ones; DamagedCheckpointError when it is not what was written.
+    """
+    found = checkpoints(Path(config.output_dir) / CHECKPOINTS)
+    named = config.resume_from
+    chosen = found[-1] if found else None
+    if named is not None:
+        chosen = next((path for path in found if path.name == named), None)
+    own = None if chosen is None else step_of(chosen)
+    steps = ranks.gathered(torch.tensor([-1 if own is None else own], device=ranks.device))
+    least, most = min(map(int, steps)), max(map(int, steps))
+    if least != most:
+        raise ValueError(
+            f"ranks find different newest checkpoints in {config.output_dir}, of step {least} and of step {most}, "
+            "-1 for none: --output-dir must be on a file system that all of them share"
+        )
+    if named is not None and chosen is None:
+        there = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"{config.output_dir} has no checkpoint {named!r} to go on from; there are: {there}")
+    if found and not config.resume and named is None:
+        raise ValueError(f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir")
+    with ranks.together():
+        if ranks.leads and chosen is not None:
+            check_checkpoint(chosen)
+    return chosen
+
+
 def save_checkpoint(
     directory: Path,
     learner: Learner,
-    place: Place,
+    state: TrainingState,
     keep: int,
     *,
     spared: Collection[str] = (),
@@ -130,7 +104,7 @@ def save_checkpoint(
     or fails. Whatever is raised, nothing of the checkpoint is left.
     """
     check()
-    final = directory / f"step-{place.step:08d}"
+    final = directory / f"step-{state.step:08d}"
     _sweep(directory)
     if final.exists():
         return final
@@ -139,7 +113,7 @@ def save_checkpoint(
     _sync(directory.parent)  # of the metrics, too
     try:
         temporary.mkdir()
-        _write_files(temporary, learner, place)
+        _write_files(temporary, learner, state)
         check()
         temporary.rename(final)
     except BaseException:
@@ -186,7 +160,7 @@ def check_checkpoint(checkpoint: Path, names: Collection[str] = FILES, *, warn: 
         _log.warning("%s was written without digests: whether it is what was written cannot be checked", checkpoint)
 
 
-def read_place(checkpoint: Path) -> Place:
+def read_state(checkpoint: Path) -> TrainingState:
     """Read where a checkpoint's training stood.
 
     DamagedCheckpointError when it is damaged, ValueError when it is none of this version.
@@ -196,12 +170,12 @@ def read_place(checkpoint: Path) -> Place:
     if version not in (FORMAT_VERSION, WITHOUT_SUMS):
         raise ValueError(f"{checkpoint} has format_version {version!r}, expected {FORMAT_VERSION}")
     with readable(checkpoint):
-        return _place(checkpoint)
+        return _training_state(checkpoint)
 
 
 def load_checkpoint(checkpoint: Path, learner: Learner) -> None:
     """Put a checkpoint's draft and optimizer into a learner of the same shape. DamagedCheckpointError as it says."""
-    device, step = str(learner.ranks.device), read_place(checkpoint).step
+    device, step = str(learner.ranks.device), read_state(checkpoint).step
     with readable(checkpoint):
         learner.draft.load_state_dict(load_file(checkpoint / DRAFT, device=device))
         saved = load_file(checkpoint / OPTIMIZER, device=device)
@@ -224,33 +198,10 @@ def load_draft(checkpoint: Path, embed: Tensor, head: Tensor, bias: Tensor | Non
 
     ValueError when the tables do not fit it, or the checkpoint is damaged.
     """
-    draft = Draft(read_place(checkpoint).draft, embed, head, bias)
+    draft = Draft(read_state(checkpoint).draft, embed, head, bias)
     with readable(checkpoint):
         draft.load_state_dict(load_file(checkpoint / DRAFT))
     return draft.to(embed.device, embed.dtype).eval()
-
-
-def refuse_another(place: Place, own: Place) -> None:
-    """Raise ValueError where a checkpoint is of another draft or store; warn of the other settings that differ."""
-    if place.origin.samples != own.origin.samples:
-        raise ValueError(
-            "the checkpoint was trained from a store of other samples: give --store the same one, or choose another "
-            "--output-dir"
-        )
-    for name, recorded in _identity(place).items():
-        if recorded != (value := _identity(own)[name]):
-            raise ValueError(
-                f"{name} of the checkpoint is {recorded!r}, this run has {value!r}: go on with the same draft and the "
-                "same store, or choose another --output-dir"
-            )
-    differing = sorted(name for name in own.config if place.config.get(name) != own.config[name])
-    if differing:
-        _log.warning("settings differ from those that the training was begun with: %s", ", ".join(differing))
-
-
-def _identity(place: Place) -> dict[str, object]:
-    weights = place.origin.target_weights
-    return {**dataclasses.asdict(place.draft), "layers": list(place.layers), "target_weights": weights}
 
 
 @contextmanager
@@ -261,7 +212,7 @@ def readable(checkpoint: Path) -> Iterator[None]:
     except DamagedCheckpointError:
         raise
     except _UNREADABLE as error:
-        raise _damaged(checkpoint, _told(error)) from error
+        raise _damaged(checkpoint, _first_line(error)) from error
 
 
 def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
@@ -275,7 +226,7 @@ def _damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {checkpoint} is damaged: {reason}; {advice}")
 
 
-def _told(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"
 
 
@@ -301,12 +252,12 @@ def _fault(checkpoint: Path, names: Collection[str]) -> tuple[str, bool]:
         if version == FORMAT_VERSION and not summed:
             return f"{SUMS} is missing", summed
         if version in (FORMAT_VERSION, WITHOUT_SUMS):
-            _place(checkpoint)
+            _training_state(checkpoint)
         for name in {DRAFT, OPTIMIZER}.intersection(names):
             with safe_open(checkpoint / name, framework="pt"):
                 pass
     except _UNREADABLE as error:
-        return _told(error), summed
+        return _first_line(error), summed
     return "", summed
 
 
@@ -318,18 +269,18 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def _place(checkpoint: Path) -> Place:
-    place = Place.from_json(_state(checkpoint))
-    if place.step != step_of(checkpoint):
-        raise ValueError(f"{STATE} is of step {place.step}, its folder is named {checkpoint.name}")
-    return place
+def _training_state(checkpoint: Path) -> TrainingState:
+    state = TrainingState.from_json(_state(checkpoint))
+    if state.step != step_of(checkpoint):
+        raise ValueError(f"{STATE} is of step {state.step}, its folder is named {checkpoint.name}")
+    return state
 
 
-def _write_files(folder: Path, learner: Learner, place: Place) -> None:
+def _write_files(folder: Path, learner: Learner, state: TrainingState) -> None:
     with _disk_errors():
         save_file(_contiguous(learner.draft.state_dict()), folder / DRAFT)
         save_file(_optimizer_tensors(learner), folder / OPTIMIZER)
-    (folder / STATE).write_text(json.dumps(place.to_json(), indent=2), encoding="utf-8")
+    (folder / STATE).write_text(json.dumps(state.to_json(), indent=2), encoding="utf-8")
     sums = "".join(f"{_sum(folder / name)}  {name}\n" for name in FILES)
     (folder / SUMS).write_text(sums, encoding="ascii")
     for path in (*folder.iterdir(), folder):

@@ -1,9 +1,10 @@
-"""What a training is given: loaders of samples with their states, and the target's side of the draft."""
+"""What a training is given: a store that suits it, loaders of its samples, and the target's side of the draft."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
 import torch
@@ -11,14 +12,94 @@ from torch import Tensor
 
 from dspark_store.draft.model import Draft
 from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetSizes
+from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.manifest import Manifest
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Side
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.target.source import TargetSource
-from dspark_store.training.manifest import Expected, check_manifest
 from dspark_store.training.ranks import Ranks
 from dspark_store.training.settings import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedStore:
+    """What a run expects of a store; None where it does not say. ``target_model`` is a name, which only warns.
+
+    ``num_hidden_layers`` counts the layers of the whole target.
+    """
+
+    target_model: str | None = None
+    target_model_type: str | None = None
+    target_vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    seq_length: int | None = None
+    layers: Sequence[int] | None = None
+
+    @classmethod
+    def of_target(
+        cls, target: TargetSource, *, seq_length: int | None = None, layers: Sequence[int] | None = None
+    ) -> ExpectedStore:
+        """Read what a target's text configuration says, as a precompute writes it down. ValueError when it has none."""
+        from dspark_store.target.load import load_target_config, text_config
+
+        text = text_config(load_target_config(target))
+        return cls(
+            target_model=target.model,
+            target_model_type=str(text.model_type),
+            target_vocab_size=int(text.vocab_size),
+            hidden_size=int(text.hidden_size),
+            num_hidden_layers=int(text.num_hidden_layers),
+            seq_length=seq_length,
+            layers=layers,
+        )
+
+
+_COMPARED = ("target_model_type", "target_vocab_size", "hidden_size", "num_hidden_layers", "seq_length")
+_NEEDED = (*_COMPARED, "dtype", "target_hidden_dim", "target_last_hidden_dim", "target_layer_ids")
+
+
+def check_manifest(manifest: Manifest, expected: ExpectedStore) -> None:
+    """Raise ValueError naming the first field in which a store is not what the run expects, or that it lacks.
+
+    NeMo Automodel's checks, in its order, but for three: states of any dtype train on any device, since they are cast
+    anyway; the run's layers may be a subset of the captured ones; and of a target that was cut to its first layers the
+    whole depth is compared. Another name of the target is but a warning: paths differ between machines.
+    """
+    missing = [name for name in _NEEDED if manifest.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the store's manifest has no {missing[0]}: it was written without one, and cannot be trained from"
+        )
+    if expected.target_model not in (None, manifest.get("target_model")):
+        _log.warning(
+            "the store was made from the target %r, this run names %r",
+            manifest.get("target_model"),
+            expected.target_model,
+        )
+    whole = manifest.get("target_num_hidden_layers_full")
+    stored = manifest if whole is None else {**manifest, "num_hidden_layers": whole}
+    for name in _COMPARED:
+        _compare(name, stored[name], getattr(expected, name))
+    if manifest["dtype"] not in CACHE_DTYPES:
+        raise ValueError(f"dtype {manifest['dtype']!r} of the store is unknown; expected {', '.join(CACHE_DTYPES)}")
+    captured, width = manifest["target_layer_ids"], manifest["hidden_size"]
+    if not isinstance(captured, list) or not isinstance(width, int):
+        raise ValueError(f"target_layer_ids of the store is {captured!r}: expected a list of whole numbers")
+    _compare("target_hidden_dim", manifest["target_hidden_dim"], width * len(captured))
+    _compare("target_last_hidden_dim", manifest["target_last_hidden_dim"], width)
+    absent = [layer for layer in expected.layers or () if layer not in captured]
+    if absent:
+        raise ValueError(f"target_layer_ids of the store are {captured}: layer {absent[0]} was not captured")
+
+
+def _compare(name: str, stored: object, wanted: object) -> None:
+    if wanted is not None and stored != wanted:
+        raise ValueError(f"{name} of the store is {stored!r}, this run expects {wanted!r}: use another store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +152,14 @@ def draft_settings(config: TrainConfig, cache: Cache, captured_layers: int) -> D
     """Return the shape of the draft for a store's target. ValueError when the store does not describe its target."""
     if cache.target_config is None:
         raise ValueError(f"{cache.storage} does not hold its target's configuration, from which a draft's sizes follow")
-    shape = TargetSizes.of(cache.target_config)
+    sizes = asdict(TargetSizes.of(cache.target_config))
+    if config.intermediate_size is not None:
+        sizes["intermediate_size"] = config.intermediate_size
     return DraftSettings(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
+        **sizes,
         captured_layers=captured_layers,
         mask_token_id=config.mask_token_id,
         num_layers=config.draft_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=config.intermediate_size or shape.intermediate_size,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
         block_size=config.block_size,
         markov=cast(MarkovKind, config.markov),
         markov_rank=config.markov_rank,
@@ -116,11 +192,11 @@ def _loader(config: TrainConfig, cache: Cache, layers: tuple[int, ...], ranks: R
     )
 
 
-def _expected(config: TrainConfig) -> Expected:
+def _expected(config: TrainConfig) -> ExpectedStore:
     if config.target_model is None:
-        return Expected(seq_length=config.seq_length, layers=config.layers)
+        return ExpectedStore(seq_length=config.seq_length, layers=config.layers)
     source = TargetSource(config.target_model)
-    return Expected.of_target(source, seq_length=config.seq_length, layers=config.layers)
+    return ExpectedStore.of_target(source, seq_length=config.seq_length, layers=config.layers)
 
 
 def _number(fields: Mapping[str, JsonValue], name: str) -> float | None:

@@ -1,7 +1,8 @@
-"""One step of learning: micro-batches through draft and loss, their gradients, and the optimizer."""
+"""One step of learning: micro-batches through draft and loss, their gradients, the learning rate and the optimizer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +18,31 @@ from dspark_store.draft.metrics import DraftCounts, draft_counts
 from dspark_store.draft.model import Draft, DraftOutput
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.training.ranks import Ranks
-from dspark_store.training.schedule import Schedule
 from dspark_store.training.settings import TrainConfig
+
+LEAST_WARMUP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the learning rate is multiplied by at each of ``total`` steps, counted from 0."""
+
+    total: int
+    warmup: int
+    least: float = 0.1
+
+    def multiplier(self, step: int) -> float:
+        """Return (step + 1) / warmup while that is below one, then a cosine from 1 to ``least``."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        progress = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
+        return self.least + (1 - self.least) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def warmup_steps(ratio: float, total: int, least: int = LEAST_WARMUP) -> int:
+    """Return the steps of the warm-up: ``ratio`` of all, but not fewer than ``least``; 1 for no ratio above 0."""
+    return max(least, int(ratio * total)) if ratio > 0 else 1
+
 
 _BETAS = (0.9, 0.95)
 TERMS = ("loss", "cross_entropy", "distance", "confidence")

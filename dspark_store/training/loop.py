@@ -21,41 +21,24 @@ from dspark_store.precompute.undo import full_disk_told, new_folders_undone
 from dspark_store.progress import Progress, start_progress
 from dspark_store.text import say, size_text
 from dspark_store.training.checkpoint import (
-    Origin,
-    Place,
-    check_checkpoint,
+    CHECKPOINTS,
     checkpoints,
+    found_checkpoint,
     load_checkpoint,
-    read_place,
+    read_state,
     readable,
-    refuse_another,
     save_checkpoint,
     set_aside,
-    step_of,
 )
 from dspark_store.training.data import TrainingData, build_draft, open_data
 from dspark_store.training.journal import METRICS, Journal, read_metrics
-from dspark_store.training.learner import Judged, Learner, nothing_judged
+from dspark_store.training.learner import Judged, Learner, Schedule, nothing_judged, warmup_steps
 from dspark_store.training.ranks import Ranks, joined_ranks
-from dspark_store.training.schedule import Schedule, warmup_steps
 from dspark_store.training.settings import TrainConfig
+from dspark_store.training.state import Origin, TrainingState, refuse_another
 from dspark_store.writers.lock import LostLockError, StoreLock
 
 _log = logging.getLogger(__name__)
-_CHECKPOINTS = "checkpoints"
-
-
-@dataclasses.dataclass(slots=True)
-class Watch:
-    """Where the time of a run went, in seconds: waiting for data, and all steps together."""
-
-    waited: float = 0.0
-    stepped: float = 0.0
-
-    @property
-    def waiting_share(self) -> float:
-        """The share of the steps' time that was spent waiting for data."""
-        return self.waited / self.stepped if self.stepped else 0.0
 
 
 def train(config: TrainConfig) -> int:
@@ -121,36 +104,6 @@ def check_output(output: Path) -> None:
             raise ValueError(f"--output-dir {output} is inside the store {place}: choose a directory outside of it")
 
 
-def found_checkpoint(config: TrainConfig, ranks: Ranks) -> Path | None:
-    """Return the checkpoint to go on from, the newest or the named one; None where there is none.
-
-    All ranks call it together. ValueError when there are some and the run is not told to go on, when the named one is
-    not there, or when ranks find different ones; DamagedCheckpointError when it is not what was written.
-    """
-    found = checkpoints(Path(config.output_dir) / _CHECKPOINTS)
-    named = config.resume_from
-    chosen = found[-1] if found else None
-    if named is not None:
-        chosen = next((path for path in found if path.name == named), None)
-    own = None if chosen is None else step_of(chosen)
-    steps = ranks.gathered(torch.tensor([-1 if own is None else own], device=ranks.device))
-    least, most = min(map(int, steps)), max(map(int, steps))
-    if least != most:
-        raise ValueError(
-            f"ranks find different newest checkpoints in {config.output_dir}, of step {least} and of step {most}, "
-            "-1 for none: --output-dir must be on a file system that all of them share"
-        )
-    if named is not None and chosen is None:
-        there = ", ".join(path.name for path in found) or "none"
-        raise ValueError(f"{config.output_dir} has no checkpoint {named!r} to go on from; there are: {there}")
-    if found and not config.resume and named is None:
-        raise ValueError(f"{config.output_dir} has checkpoints: pass --resume to go on, or choose another --output-dir")
-    with ranks.together():
-        if ranks.leads and chosen is not None:
-            check_checkpoint(chosen)
-    return chosen
-
-
 class Training:
     """One training on one rank."""
 
@@ -171,7 +124,7 @@ class Training:
         self.total = planned if config.max_steps is None else min(planned, config.max_steps)
         warmup = warmup_steps(config.warmup_ratio, self.total)
         self.learner = Learner(draft, config, Schedule(self.total, warmup, config.min_lr_ratio), ranks)
-        self.watch = Watch()
+        self._seconds_waited = self._seconds = 0.0
         self._window: Judged | None = None
         self._origin = Origin.of(self.data.cache)
         if checkpoint is not None:
@@ -180,6 +133,11 @@ class Training:
         self._spared: tuple[str, ...] = ()
         with ranks.together():
             self._journal = self._open_journal()
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the steps' time that was spent waiting for data."""
+        return self._seconds_waited / self._seconds if self._seconds else 0.0
 
     def run(self) -> None:
         """Train to the end, and tell what came of it. A training that is there already is left as it is."""
@@ -220,7 +178,7 @@ class Training:
             self._hold.check_heard()
             norm, rate = self.learner.update(pending)
             pending = 0
-            self.watch.stepped, began = self.watch.stepped + time.monotonic() - began, time.monotonic()
+            self._seconds += time.monotonic() - began
             if self.learner.step % config.log_every == 0 or self.learner.step == self.total:
                 self._log(self._window, {"epoch": epoch, "learning_rate": rate, "gradient_norm": norm}, progress)
                 self._window = None
@@ -239,7 +197,7 @@ class Training:
         while True:
             began = time.monotonic()
             batch = next(batches, None)
-            self.watch.waited += time.monotonic() - began
+            self._seconds_waited += time.monotonic() - began
             if batch is None:
                 return
             yield batch
@@ -279,40 +237,40 @@ class Training:
         return figures
 
     def _checkpoint(self) -> None:
-        place, keep = self._place(), self.config.keep_checkpoints
+        state, keep = self._state(), self.config.keep_checkpoints
         with self.ranks.together():
             if self._journal is not None:
                 self._journal.flush()
                 check = self._hold.check
-                save_checkpoint(self._checkpoints, self.learner, place, keep, spared=self._spared, check=check)
+                save_checkpoint(self._checkpoints, self.learner, state, keep, spared=self._spared, check=check)
 
     @property
     def _checkpoints(self) -> Path:
-        return Path(self.config.output_dir) / _CHECKPOINTS
+        return Path(self.config.output_dir) / CHECKPOINTS
 
-    def _place(self) -> Place:
+    def _state(self) -> TrainingState:
         """Return where this training stands; all ranks call it together."""
         parts = [] if self._window is None else self.ranks.gathered(self._window.vector())
         window = tuple(tuple(part.tolist()) for part in parts)
         draft, layers = self.learner.draft.settings, self.data.layers
-        state = self.data.train.state_dict()
-        return Place(self.learner.step, state, draft, layers, self._settings(), self._origin, window)
+        loader = self.data.train.state_dict()
+        return TrainingState(self.learner.step, loader, draft, layers, self._settings(), self._origin, window)
 
     def _go_on(self, checkpoint: Path) -> None:
-        place = read_place(checkpoint)
-        refuse_another(place, self._place())
-        self.data.train.load_state_dict(place.loader)
+        saved = read_state(checkpoint)
+        refuse_another(saved, self._state())
+        self.data.train.load_state_dict(saved.loader)
         load_checkpoint(checkpoint, self.learner)
         with readable(checkpoint):
-            self._window = self._window_of(place)
+            self._window = self._window_of(saved)
         _log.info("going on from %s", checkpoint)
 
-    def _window_of(self, place: Place) -> Judged | None:
+    def _window_of(self, saved: TrainingState) -> Judged | None:
         """Return this rank's part of what the steps since the last line of metrics came to.
 
         Under another number of ranks rank 0 takes all parts; their sums are the same but for the order of additions.
         """
-        vectors = (torch.tensor(part, dtype=torch.float64, device=self.ranks.device) for part in place.window)
+        vectors = (torch.tensor(part, dtype=torch.float64, device=self.ranks.device) for part in saved.window)
         parts = [Judged.of_vector(vector) for vector in vectors]
         if len(parts) == self.ranks.size:
             return parts[self.ranks.rank]
@@ -355,7 +313,7 @@ class Training:
         memory = f"at most {size_text(peak)} of memory"
         if self.ranks.device.type == "cuda":
             memory += f", {size_text(torch.cuda.max_memory_allocated(self.ranks.device))} of the device's"
-        waited = f"waited for data {self.watch.waiting_share:.1%} of the steps' time"
+        waited = f"waited for data {self.waiting_share:.1%} of the steps' time"
         after = f" after the {before} that were there" if before else ""
         lines = [f"{self.learner.step - before} steps{after} in {seconds:.0f} s; {waited}; {memory}"]
         if figures:

@@ -20,7 +20,7 @@ from dspark_store.training.checkpoint import (
     DamagedCheckpointError,
     check_checkpoint,
     checkpoints,
-    read_place,
+    read_state,
     save_checkpoint,
 )
 from tests.precompute.jobs import precompute, states_of_files
@@ -78,7 +78,7 @@ def flip(path, bit):
 
 def test_a_place_is_read_back_as_it_was_written(trained):
     state = json.loads((newest(trained) / "state.json").read_text())
-    place = read_place(newest(trained))
+    place = read_state(newest(trained))
     assert json.loads(json.dumps(place.to_json())) == state
     assert place.window == ()
 
@@ -364,6 +364,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(store, tmp_path, mon
 
 def test_a_checkpoint_that_is_there_is_never_written_again(trained):
     before = states_of_files(newest(trained))
-    place = read_place(newest(trained))
+    place = read_state(newest(trained))
     assert save_checkpoint(trained / "checkpoints", None, place, 2) == newest(trained)  # type: ignore[arg-type]
     assert states_of_files(newest(trained)) == before

@@ -6,7 +6,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
 from dspark_store.cli.train import parse_arguments
-from dspark_store.training.loop import found_checkpoint
+from dspark_store.training.checkpoint import found_checkpoint
 from dspark_store.training.ranks import Ranks, joined_ranks, leads
 from tests.training.runs import flags, run
 from tests.training.started import end_with_the_same_error
