@@ -33,12 +33,15 @@ from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import build_source
 from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
 from dspark_store.target.batches import BATCHING_RULE
-from dspark_store.target.depth import cut_target_config, resolve_reduced_target_layers
 from dspark_store.target.device import resolve_compute_dtype
-from dspark_store.target.facts import target_config_json
+from dspark_store.target.facts import check_capturable, check_fits, target_config_json
 from dspark_store.target.fingerprint import target_fingerprint
-from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
-from dspark_store.target.limits import check_capturable, check_fits
+from dspark_store.target.layers import (
+    build_target_layer_ids,
+    cut_target_config,
+    resolve_reduced_target_layers,
+    validate_target_layer_ids,
+)
 from dspark_store.target.load import load_target_config, load_tokenizer, read_model_type, text_config
 from dspark_store.target.parallel import ParallelPlan, ReduceDtype
 from dspark_store.target.source import TargetSource, locate

@@ -17,8 +17,8 @@ from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
+from dspark_store.target.axes import ShardGroups, open_shard_groups
 from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
-from dspark_store.target.groups import ShardGroups, open_shard_groups
 from dspark_store.target.load import input_device, load_target
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.sharded import ShardedTarget, load_sharded_target

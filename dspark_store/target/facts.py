@@ -1,17 +1,28 @@
-"""What a draft must know of its target beside the states: the two vocabulary tables, the head, the configuration."""
+"""What is known of a target beside its states: tables, head, configuration, and what it can take.
+
+A draft needs its two vocabulary tables and how its head makes logits; a precompute judges without any weight whether it
+can be captured and how many positions and which ids it takes.
+"""
 
 import inspect
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.target.capture import TargetCapture
+from dspark_store.target.layers import EMBEDDING_LAYER_ID, cut_target_config
 from dspark_store.target.load import language_model_class, text_config
+
+logger = logging.getLogger(__name__)
 
 # Fields that say where a configuration came from and how the weights were stored or loaded, not what the target is.
 _PROVENANCE_FIELDS = frozenset(
@@ -20,6 +31,8 @@ _PROVENANCE_FIELDS = frozenset(
 _SCALINGS = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
 _CAPPINGS = ("final_logit_softcapping", "logits_soft_cap")
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax", "hyperclovax_vision_v2"})
+_POSITION_TABLE_NAMES = ("wpe", "pos")
+_SPARE_ROWS = 8  # OPT and its kin keep the first two rows of the table for padding
 
 
 def head_facts(model_or_config: PreTrainedModel | PretrainedConfig) -> dict[str, JsonValue]:
@@ -175,3 +188,87 @@ def _number(config: PretrainedConfig, *names: str) -> float | None:
 
 def _scale(value: float | None) -> float | None:
     return None if value == 1.0 else value
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyWeights:
+    """The tables as `target_weights` gives them, whole and on the CPU, and `head_facts`.
+
+    `embedding` and `head` are (V, H), one tensor where the facts say that they are tied; `head_bias` is (V,) or None.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    head_bias: Tensor | None
+    facts: dict[str, JsonValue]
+
+
+def gather_vocabulary(model: PreTrainedModel, *, keep: bool) -> VocabularyWeights | None:
+    """Gather the tables of `model` from all ranks that share them; return them where `keep`, else None."""
+    facts = head_facts(model)
+    embedding, head, bias = target_weights(model)
+    whole = _whole(embedding, keep=keep)
+    whole_head = whole if facts["tied"] else _whole(head, keep=keep)
+    whole_bias = None if bias is None else _whole(bias, keep=keep)
+    if whole is None or whole_head is None:
+        return None
+    return VocabularyWeights(whole, whole_head, whole_bias, facts)
+
+
+def _whole(weight: Tensor, *, keep: bool) -> Tensor | None:
+    whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return whole.detach().cpu() if keep else None
+
+
+def check_capturable(config: PretrainedConfig) -> None:
+    """Raise ValueError, which says what is missing, when the states of the target of `config` cannot be captured.
+
+    A model of its own code is not built for a look: it is judged when it is loaded.
+    """
+    if not getattr(config, "auto_map", None):
+        TargetCapture(model_without_weights(config), [EMBEDDING_LAYER_ID])
+
+
+def check_fits(config: PretrainedConfig, seq_length: int, vocab_size: int) -> None:
+    """Compare S and the size of the tokenizer's vocabulary with a configuration, before any weight is loaded.
+
+    Positions past those of a rotary target, and token ids past its embedding, give one warning each: the first may give
+    poor states, the second are an error only where a text has such an id (`padded_batch`).
+
+    Raises ValueError when the target looks positions up in a table of fewer than `seq_length` rows.
+    """
+    text = text_config(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < seq_length:
+        if _has_position_table(config, positions):
+            raise ValueError(
+                f"seq-length {seq_length} does not fit a {text.model_type} target, whose position table has "
+                f"{positions} rows: pass --seq-length {positions} or less"
+            )
+        logger.warning(
+            "seq-length %d is beyond the %d positions that the %s target was made for (max_position_embeddings)",
+            seq_length,
+            positions,
+            text.model_type,
+        )
+    if vocab_size > text.vocab_size:
+        logger.warning(
+            "the tokenizer has token ids up to %d, the target only %d embedding rows (vocab_size): "
+            "a text with a higher id cannot be captured",
+            vocab_size - 1,
+            text.vocab_size,
+        )
+
+
+def _has_position_table(config: PretrainedConfig, positions: int) -> bool:
+    """Whether the model keeps a table with a row a position, learned or computed; judged by its first layer."""
+    if getattr(text_config(config), "rope_parameters", None) or getattr(config, "auto_map", None):
+        return False  # rotary frequencies are computed; a model of its own code is not built for a look
+    model = model_without_weights(cut_target_config(config, 1))
+    tables: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return any(_is_position_table(name, table, positions) for name, table in tables.items())
+
+
+def _is_position_table(name: str, table: torch.Tensor, positions: int) -> bool:
+    named_so = any(part in name for part in _POSITION_TABLE_NAMES)
+    return named_so and table.dim() == 2 and positions <= table.shape[0] <= positions + _SPARE_ROWS

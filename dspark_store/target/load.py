@@ -1,5 +1,6 @@
 """Loading the target through transformers: configuration, tokenizer, weights."""
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
@@ -22,9 +23,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dspark_store.target.depth import cut_target_config
-from dspark_store.target.placement import has_accelerate, require_accelerate
+from dspark_store.target.layers import cut_target_config
 from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
+
+
+def has_accelerate() -> bool:
+    """Whether accelerate is installed."""
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def require_accelerate(what: str) -> None:
+    """Raise ImportError saying that `what` needs accelerate, and how to install it, where it is not installed."""
+    if not has_accelerate():
+        raise ImportError(f"{what} needs accelerate, not installed: pip install 'dspark-store[accelerate]'")
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,19 +6,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dspark_store.target.axes import ShardGroups, shard_experts, shard_fully, shard_tensors
 from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
-from dspark_store.target.depth import cut_target_config
-from dspark_store.target.expert_parallel import shard_experts
-from dspark_store.target.facts import head_facts
-from dspark_store.target.fsdp import shard_fully
-from dspark_store.target.groups import ShardGroups
+from dspark_store.target.facts import VocabularyWeights, gather_vocabulary, head_facts
+from dspark_store.target.layers import cut_target_config
 from dspark_store.target.load import load_target, load_target_config, text_config
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.pipeline import PipelineStage
 from dspark_store.target.shaped import Shape, build_skeleton, load_shaped_target, shard_head
 from dspark_store.target.source import TargetSource, locate
-from dspark_store.target.tensor_parallel import shard_tensors
-from dspark_store.target.vocabulary import VocabularyWeights, gather_vocabulary
 
 type StageCapture = Callable[[Tensor, Tensor], StageStates]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dspark_store.target.axes import open_shard_groups
 from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
-from dspark_store.target.groups import open_shard_groups
+from dspark_store.target.facts import VocabularyWeights
 from dspark_store.target.load import load_target
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.sharded import ShardedTarget, load_sharded_target
 from dspark_store.target.source import TargetSource
-from dspark_store.target.vocabulary import VocabularyWeights
 
 CPU = torch.device("cpu")
 DIVISIBLE = {  # by 1, 2, 3 and 4

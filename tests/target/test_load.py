@@ -1,3 +1,4 @@
+import importlib.util
 import json
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from dspark_store.target import shaped
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import head_facts, target_weights
@@ -15,6 +17,7 @@ from dspark_store.target.load import (
     load_tokenizer,
     read_model_type,
     refuse_unsupported_model_type,
+    require_accelerate,
 )
 from dspark_store.target.source import TargetSource
 from tests.tiny import (
@@ -262,3 +265,19 @@ def test_compute_dtypes_are_resolved_by_device(name, device, expected):
 def test_an_unknown_compute_dtype_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'float8' is unknown: expected one of auto, bf16, fp16, fp32"):
         resolve_compute_dtype("float8", CPU)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_weights_that_are_placed_by_accelerate_need_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert shaped._placement(CPU) == {}
+    with pytest.raises(ImportError, match=r"onto cuda:1 needs accelerate, not installed: .*dspark-store\[accelerate\]"):
+        shaped._placement(CUDA)
+
+
+def test_where_it_is_installed_they_are_placed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "accelerate")
+    require_accelerate("nothing")
+    assert shaped._placement(CUDA) == {"device_map": {"": CUDA}}

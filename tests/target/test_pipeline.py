@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_store.target.groups import open_shard_groups
-from dspark_store.target.messages import TensorChannel
+from dspark_store.target.axes import open_shard_groups
 from dspark_store.target.parallel import ParallelPlan
-from dspark_store.target.pipeline import OtherStagesEmbedding
+from dspark_store.target.pipeline import OtherStagesEmbedding, TensorChannel
 from tests import tiny
 from tests.target.ranks import run_ranks
 from tests.target.sharded_jobs import (
