@@ -3,7 +3,7 @@
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,8 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from dspark_store.sources.megatron.layout import (
+from dspark_store.sources.megatron.pair import IndexedPair, open_pair
+from dspark_store.sources.megatron.pair_index import (
     BOUNDARY,
     HEADER,
     LENGTH,
@@ -23,8 +24,9 @@ from dspark_store.sources.megatron.layout import (
     VERSION,
     PairPaths,
     dtype_code,
+    dtype_for_vocabulary,
 )
-from dspark_store.sources.megatron.pair import IndexedPair, open_pair
+from dspark_store.sources.source import Sample
 
 _BLOCK = 1 << 20  # entries of the index, or bytes of a payload, written at a time
 _LONGEST = np.iinfo(np.int32).max
@@ -286,3 +288,37 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_samples(
+    samples: Iterable[Sample],
+    prefix: str | PathLike[str],
+    *,
+    mask_prefix: str | PathLike[str] | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Write a pair of one document of one sequence a sample.
+
+    Args:
+        samples: read once, in order.
+        prefix: of the pair of ids. Its dtype is the one that Megatron-LM picks for the vocabulary.
+        mask_prefix: of a second pair, uint8, for the option `loss_mask` of the source; None: no masks are written.
+        vocab_size: ids are below it; None: not known.
+
+    Raises:
+        FileExistsError: a file of a pair is there.
+        ValueError: an id does not fit into the dtype.
+
+    """
+    if mask_prefix is None:
+        with PairBuilder(prefix, dtype=dtype_for_vocabulary(vocab_size)) as ids:
+            for sample in samples:
+                ids.add_document(sample.input_ids)
+        return
+    with (
+        PairBuilder(mask_prefix, dtype=np.uint8) as masks,
+        PairBuilder(prefix, dtype=dtype_for_vocabulary(vocab_size)) as ids,
+    ):
+        for sample in samples:
+            ids.add_document(sample.input_ids)
+            masks.add_document(sample.loss_mask)

@@ -1,56 +1,18 @@
 """The options of a Megatron source: one flat set of values, as a configuration gives them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Literal, get_args
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.megatron.documents import OverLong
 from dspark_store.sources.megatron.windows import Rule, WindowSettings
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.specs import nearest
 
 type Mode = Literal["document", "window"]
+type OverLong = Literal["truncate", "drop", "split"]
 
 DEFAULT_SEED = 1234  # Megatron-LM's own
 
-type Kind = Literal["text", "path", "number", "yes or no"]
-
-_KINDS: Mapping[str, Kind] = {
-    "mode": "text",
-    "skip_images": "yes or no",
-    "loss_mask": "path",
-    "over_long": "text",
-    "window": "number",
-    "seed": "number",
-    "num_samples": "number",
-    "rule": "text",
-    "keep_partial": "yes or no",
-    "extra_token": "yes or no",
-    "carry_next_token": "yes or no",
-    "eod_token_id": "number",
-    "parts": "text",
-    "part": "text",
-    "cache": "yes or no",
-    "cache_dir": "path",
-    "path": "path",
-    "split": "text",
-    "shuffle_seed": "number",
-    "vocab_size": "number",
-}
-_NOT_NONE = (
-    "mode",
-    "skip_images",
-    "over_long",
-    "rule",
-    "keep_partial",
-    "extra_token",
-    "carry_next_token",
-    "part",
-    "cache",
-    "path",
-)
 _IN_EVERY_MODE = ("mode", "skip_images", "loss_mask")
 
 
@@ -97,8 +59,7 @@ class MegatronOptions:
     cache_dir: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check types and the mode, and that no option of the other mode is set; SourceError names the option."""
-        check_types({field.name: getattr(self, field.name) for field in fields(self)})
+        """Check the mode, and that no option of the other mode is set; SourceError names the option."""
         modes = get_args(Mode.__value__)
         if self.mode not in modes:
             raise SourceError(f"mode is {self.mode!r}; expected one of {', '.join(modes)}")
@@ -140,37 +101,10 @@ def settings_identity(settings: WindowSettings) -> dict[str, JsonValue]:
     return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
 
-_FIELDS = frozenset(field.name for field in fields(MegatronOptions))
+@dataclass(frozen=True, slots=True)
+class SpecificationOptions(MegatronOptions):
+    """What a specification may say: the options of the pair, and of the job's those that it wins over."""
 
-
-def parse_options(values: Mapping[str, object]) -> MegatronOptions:
-    """Return the options that a configuration gives.
-
-    Raises:
-        SourceError: an option is unknown, or of the wrong type, or its value cannot be.
-
-    """
-    for name in values:
-        if name not in _FIELDS:
-            raise SourceError(f"a source of type 'megatron' has no option {name!r}; {nearest(name, _KINDS)}")
-    return MegatronOptions(**values)  # type: ignore[arg-type] # which it checks
-
-
-def check_types(values: Mapping[str, object]) -> None:
-    """Raise SourceError, naming the option, where a value is not of its kind; None passes where it means something."""
-    for name, value in values.items():
-        kind = _KINDS[name]
-        if value is None and name not in _NOT_NONE:
-            continue
-        if not _is_of(value, kind):
-            raise SourceError(
-                f"{name} is {value!r}; expected {'true or false' if kind == 'yes or no' else f'a {kind}'}"
-            )
-
-
-def _is_of(value: object, kind: Kind) -> bool:
-    if kind == "number":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind == "yes or no":
-        return isinstance(value, bool)
-    return isinstance(value, str) or (kind == "path" and isinstance(value, PathLike))
+    split: str | None = None
+    shuffle_seed: int | None = None
+    vocab_size: int | None = None

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_store.sources.megatron.index import PairIndex, map_bytes, read_index
-from dspark_store.sources.megatron.layout import TEXT_MODE, PairPaths, find_pair
+from dspark_store.sources.megatron.pair_index import TEXT_MODE, PairIndex, PairPaths, find_pair, map_bytes, read_index
 from dspark_store.sources.source import SourceError
 
 type FileVersion = tuple[int, int, int]  # inode, size and mtime in ns

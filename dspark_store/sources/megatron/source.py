@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.megatron.counts import ReadCounts
-from dspark_store.sources.megatron.documents import DocumentPlan, Plan, Span
-from dspark_store.sources.megatron.options import MegatronOptions, check_types, parse_options, settings_identity
+from dspark_store.sources.megatron.options import MegatronOptions, SpecificationOptions, settings_identity
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
-from dspark_store.sources.megatron.window_plan import WindowPlan, plan_windows
+from dspark_store.sources.megatron.plans import DocumentPlan, Plan, Span, WindowPlan, plan_windows
 from dspark_store.sources.order import select_rows
 from dspark_store.sources.report import SourceReport
 from dspark_store.sources.source import Sample, SourceError
-from dspark_store.sources.specs import SourceContext, SpecValue
+from dspark_store.sources.specs import SourceContext
 
 _IDS_END = 1 << 31  # ids are int32
 
@@ -205,7 +203,7 @@ class MegatronSource:
         return plan
 
     def _read(self, cursor: int) -> Iterator[Sample]:
-        counts = ReadCounts(self._plan, self._report, cursor)
+        counts = _ReadCounts(self._plan, self._report, cursor)
         for number in range(cursor, self._plan.num_samples):
             sample = self._sample(number)
             given = self._is_kept(sample)
@@ -243,7 +241,12 @@ class MegatronSource:
             self._masks.require_unchanged()
 
 
-def build_megatron(context: SourceContext, *, path: str | PathLike[str], **options: SpecValue) -> MegatronSource:
+def build_megatron(
+    context: SourceContext,
+    *,
+    path: str | PathLike[str],
+    **options: Annotated[Any, SpecificationOptions],  # noqa: ANN401 - the registry looks at their types
+) -> MegatronSource:
     """Build a Megatron source from a specification.
 
     Its options are those of `MegatronOptions`, and `split`, `shuffle_seed` and `vocab_size`, which the context gives
@@ -256,17 +259,58 @@ def build_megatron(context: SourceContext, *, path: str | PathLike[str], **optio
         options.setdefault("num_samples", context.num_samples)
     else:
         options.setdefault("over_long", context.over_long)
-    check_types({"path": path, "split": split, "shuffle_seed": shuffle_seed, "vocab_size": vocab_size})
     return MegatronSource(
         path,
-        parse_options(options),
+        MegatronOptions(**{name: value for name, value in options.items() if value is not None}),
         seq_length=context.seq_length,
-        vocab_size=vocab_size,  # type: ignore[arg-type] # the three were checked
-        split=split,  # type: ignore[arg-type]
-        shuffle_seed=shuffle_seed,  # type: ignore[arg-type]
+        vocab_size=vocab_size,
+        split=split,
+        shuffle_seed=shuffle_seed,
         max_samples=context.max_samples,
         min_supervised=context.min_supervised,
     )
+
+
+class _ReadCounts:
+    """Adds what one reading goes through to a report.
+
+    An empty document is counted as read and as empty; it is no refusal, for the format allows it.
+    """
+
+    def __init__(self, plan: Plan, report: SourceReport, cursor: int) -> None:
+        """Begin at a cursor."""
+        self._plan, self._report = plan, report
+        self._records = plan.records_before(cursor) if cursor else 0  # empty ones at the beginning are counted too
+        self._given = 0  # samples that the record being read has given
+
+    def add(self, number: int, sample: Sample, *, given: bool) -> None:
+        """Count the sample of a number, and the records that are done after it; `given` is whether it is kept."""
+        report, supervised = self._report, int(sample.loss_mask.sum())
+        if given:
+            report.samples += 1
+            report.tokens += len(sample.input_ids)
+            report.supervised += supervised
+            report.unsupervised += not supervised
+        else:
+            report.too_few_supervised += 1
+        self._given += given
+        records = self._plan.records_before(number + 1)
+        for record in range(self._records, records):
+            self._add_record(record)
+        if records > self._records:
+            self._records, self._given = records, 0
+
+    def _add_record(self, record: int) -> None:
+        report, outcome = self._report, self._plan.outcome(record)
+        report.read += 1
+        if outcome == "empty":
+            report.empty += 1
+        elif outcome == "dropped":
+            report.dropped += 1
+        elif self._given:
+            report.kept += 1
+            report.truncated += outcome == "truncated"
+            report.split += outcome == "split"
 
 
 def _mask_values(masks: IndexedPair, span: Span) -> NDArray[np.uint8]:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dspark_store.sources.megatron import WindowIndices, WindowSettings, build_indices
-from dspark_store.sources.megatron import cache as cache_module
-from dspark_store.sources.megatron.cache import cache_key, cached_indices
+from dspark_store.sources.megatron import window_cache as cache_module
+from dspark_store.sources.megatron.window_cache import cache_key, cached_indices
 
 LENGTHS = np.array([5, 3, 8, 4], np.int64)
 SETTINGS = WindowSettings(4, 42, num_samples=6)

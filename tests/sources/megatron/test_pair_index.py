@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dspark_store.sources.megatron import open_pair
-from dspark_store.sources.megatron.layout import DTYPES, HEADER, MAGIC, dtype_code, find_pair
+from dspark_store.sources.megatron.pair_index import DTYPES, HEADER, MAGIC, dtype_code, find_pair
 from dspark_store.sources.source import SourceError
 from tests.sources.megatron.golden import GOLDEN, TRUNCATED_BYTES
 from tests.sources.megatron.pairs import write_pair

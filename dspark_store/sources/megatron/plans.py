@@ -1,13 +1,19 @@
-"""Which spans of a corpus are its samples, where a record is a document."""
+"""Which spans of a corpus are its samples: a plan whose records are documents, and one whose records are windows."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_store.sources.megatron.options import MegatronOptions, OverLong
+from dspark_store.sources.megatron.pair import IndexedPair
+from dspark_store.sources.megatron.window_cache import cached_indices
+from dspark_store.sources.megatron.windows import WindowIndices, WindowSettings, split_units
+from dspark_store.sources.order import select_rows
 from dspark_store.sources.source import SourceError
 
-type OverLong = Literal["truncate", "drop", "split"]
 type Outcome = Literal["whole", "truncated", "split", "dropped", "empty"]
 type Span = tuple[int, int]  # positions in the stream of the pair, the second one exclusive
 
@@ -131,3 +137,119 @@ class DocumentPlan:
     def name(self, record: int) -> str:
         """Return which document a record is, counted from 0, for messages."""
         return f"document {self._rows[record]}"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """One record and one sample a window, in the order of the shuffle index.
+
+    Attributes:
+        indices: of the windows over the units.
+        settings: what they were built from.
+        starts: int64, shape (units,): position in the stream at which each unit starts.
+        unit_lengths: int64, shape (units,): tokens in each unit.
+        rows: places in the shuffle index that are read.
+        sample_tokens: the longest sample: the window, and the token after it where that is carried.
+
+    """
+
+    indices: WindowIndices
+    settings: WindowSettings
+    starts: NDArray[np.int64]
+    unit_lengths: NDArray[np.int64]
+    rows: range
+    sample_tokens: int
+
+    def __len__(self) -> int:
+        """Return the number of windows that are read."""
+        return len(self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples: one a window."""
+        return len(self.rows)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens of each window; only the last one of the corpus can be shorter than the others."""
+        lengths = np.full(len(self.rows), self.sample_tokens, np.int64)
+        if self.settings.keep_partial and len(self.indices.sample) > 1:
+            served = self.indices.shuffle[self.rows.start : self.rows.stop]
+            last = np.flatnonzero(served == len(self.indices.sample) - 2)
+            lengths[last] = [sum(stop - start for start, stop in self.spans(int(row))) for row in last]
+        return lengths
+
+    def spans(self, sample: int) -> list[Span]:
+        """Return the spans of a window, one for each unit in it."""
+        room = self.sample_tokens
+        spans: list[Span] = []
+        extra = int(self.settings.extra_token)
+        for unit, start, stop in self.indices.pieces(self.rows[sample], self.unit_lengths, extra=extra):
+            taken = min(stop - start, room)
+            if taken:
+                first = int(self.starts[unit]) + start
+                spans.append((first, first + taken))
+            room -= taken
+        return spans
+
+    def records_before(self, sample: int) -> int:
+        """Return the windows before this one."""
+        return sample
+
+    def first_sample(self, record: int) -> int | None:
+        """Return the sample of a window."""
+        return record
+
+    def outcome(self, record: int) -> Outcome:
+        """Return that a window is read whole."""
+        return "whole"
+
+    def name(self, record: int) -> str:
+        """Return which window a record is, counted from 0 in the order in which they are served, for messages."""
+        return f"window {self.rows[record]}"
+
+
+def plan_windows(
+    pair: IndexedPair,
+    options: MegatronOptions,
+    settings: WindowSettings,
+    split: str | None,
+    max_samples: int | None,
+) -> WindowPlan:
+    """Return the windows of a pair: of its sequences, each a unit, or by hyper-parallel's rule of its documents.
+
+    `split` takes a slice of them, in the order in which they are served.
+
+    Raises:
+        SourceError: an option cannot be used, or there is no window.
+
+    """
+    starts = pair.starts if settings.rule == "megatron" else pair.document_starts()
+    if options.parts is not None:
+        first, last = split_units(len(starts) - 1, options.parts, options.part)
+        starts = starts[first : last + 1]
+    lengths = np.diff(starts)
+    try:
+        indices = cached_indices(lengths, settings, _cache_directory(pair, options))
+    except SourceError as error:
+        raise SourceError(f"{pair.paths.prefix}: {error}") from error
+    count = len(indices.shuffle)
+    if not count:
+        raise SourceError(
+            f"{pair.paths.prefix}: {int(lengths.sum())} tokens are less than a window of {settings.window} and the "
+            "token after it; make the window smaller, or set num_samples, for which the corpus is repeated"
+        )
+    rows = range(count)[_chosen(count, split, max_samples)]
+    return WindowPlan(indices, settings, starts[:-1], lengths, rows, settings.window + int(options.carries))
+
+
+def _chosen(count: int, split: str | None, max_samples: int | None) -> slice:
+    rows = select_rows(count, split=split, shuffle_seed=None, max_samples=max_samples)
+    return slice(rows[0], rows[-1] + 1)
+
+
+def _cache_directory(pair: IndexedPair, options: MegatronOptions) -> Path | None:
+    if not options.cache:
+        return None
+    if options.cache_dir is not None:
+        return Path(options.cache_dir)
+    return pair.paths.prefix.with_name(pair.paths.prefix.name + ".windows")

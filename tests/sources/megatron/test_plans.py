@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources.megatron.documents import DocumentPlan, OverLong
+from dspark_store.sources.megatron.options import OverLong
+from dspark_store.sources.megatron.plans import DocumentPlan
 from dspark_store.sources.source import SourceError
 
 
