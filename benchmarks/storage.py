@@ -10,7 +10,8 @@ from collections.abc import Buffer, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dspark_store.format.storage import LocalObject, LocalStorage
+from dspark_store.format.files import LocalObject
+from dspark_store.format.storage import LocalStorage
 
 _READERS, _READ_BYTES = 8, 4 * 2**20
 

@@ -31,10 +31,11 @@ from zarr.storage import LocalStore, StorePath
 
 from dspark_store.format.codecs import Pcodec, check_blosc, refuse_inflated
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.files import LocalObject
 from dspark_store.format.jsonvalue import JsonFields, JsonValue, parse_json, shown
 from dspark_store.format.metadata import node_key
 from dspark_store.format.schema import IDS, LAYERS, MASK, MOST_CHUNK_BYTES, MOST_CHUNKS, StoreSchema
-from dspark_store.format.storage import LocalObject, LocalStorage, Storage
+from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.threads import ForkSafeLock
 
 type _Decode = Callable[[bytes, int], bytes]

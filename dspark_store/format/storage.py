@@ -14,22 +14,15 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Buffer, Callable, Iterator, Sequence
+from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from dspark_store.format.append import IOV_MAX, open_appender
 from dspark_store.format.damage import IrregularObjectError
-from dspark_store.format.folders import key_parts, opened_folder
+from dspark_store.format.files import NO_LINKS, LocalObject, LocalObjectWriter, key_parts, opened_folder, temporary_name
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.ENOSYS, errno.EMLINK}
 _LINK_ATTEMPTS = 8
 _COPIED_AT_ONCE = 1024 * 1024
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO waits for nobody
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 DOCUMENT_BYTES = 8 * 1024 * 1024
 """The most bytes that a JSON document of a store may have."""
 
@@ -129,137 +122,6 @@ class Storage(Protocol):
         ...
 
 
-class LocalObject:
-    """`ObjectReader` of a regular file; IrregularObjectError, at once, for anything else. A link to one is followed."""
-
-    __slots__ = ("_descriptor", "size")
-
-    def __init__(self, path: Path, key: str = "") -> None:
-        try:
-            self._descriptor = os.open(path, _READ)
-        except OSError as error:
-            what = {errno.ENXIO: "a socket or a device", errno.ELOOP: "a link that leads to itself"}
-            if error.errno not in what:
-                raise
-            raise IrregularObjectError(f"object {key or path} is {what[error.errno]}, not a regular file") from error
-        found = os.fstat(self._descriptor)
-        self.size = found.st_size
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-            raise IrregularObjectError(f"object {key or path} is {kind}, not a regular file")
-
-    def read(self, offset: int, length: int) -> bytes:
-        """See `ObjectReader`."""
-        parts: list[bytes] = []
-        while length > 0:
-            part = os.pread(self._descriptor, length, offset)
-            if not part:
-                break
-            parts.append(part)
-            offset += len(part)
-            length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def read_into(self, buffer: Buffer, offset: int) -> int:
-        """See `ObjectReader`."""
-        view = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
-
-    def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
-        """See `ObjectReader`."""
-        done = 0
-        for first in range(0, len(buffers), IOV_MAX):
-            group = buffers[first : first + IOV_MAX]
-            wanted = sum(_size(buffer) for buffer in group)
-            count = os.preadv(self._descriptor, group, offset + done)
-            if count < wanted:
-                count += self._read_rest(group, count, offset + done)
-            done += count
-            if count < wanted:
-                break
-        return done
-
-    def _read_rest(self, buffers: Sequence[Buffer], done: int, offset: int) -> int:
-        """Go on with a vectored read that the kernel cut short after ``done`` bytes; return the bytes that came."""
-        begin = came = 0
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            skip = min(len(view), max(0, done - begin))
-            count = self.read_into(view[skip:], offset + begin + skip) if skip < len(view) else 0
-            came += count
-            if skip + count < len(view):
-                break
-            begin += len(view)
-        return came
-
-    def close(self) -> None:
-        """See `ObjectReader`."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        descriptor = getattr(self, "_descriptor", -1)  # at the interpreter's end the names of this module are gone
-        if descriptor >= 0:
-            close(descriptor)
-
-
-class LocalObjectWriter:
-    """`ObjectWriter` of a file: a hidden temporary file, fsync, rename, fsync of the directory.
-
-    The folder is opened anew at each step, so that a writer holds one descriptor only.
-    """
-
-    def __init__(self, root: Path, key: str, *, large: bool = False) -> None:
-        self._root, self.key = root, key
-        with opened_folder(root, key, make=True) as (folder, name):
-            self._temporary = _temporary_name(name)
-            self._file = os.fdopen(os.open(self._temporary, _CREATE, 0o666, dir_fd=folder), "wb", buffering=0)
-        self._appender = open_appender(self._file.fileno(), large=large)
-
-    def write(self, *parts: Buffer) -> None:
-        """See `ObjectWriter`."""
-        self._appender.append(parts)
-
-    def commit(self) -> None:
-        """See `ObjectWriter`."""
-        self.finish()
-        with opened_folder(self._root, self.key) as (folder, name):
-            os.replace(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            os.fsync(folder)
-
-    def commit_new(self) -> None:
-        """Make the object durable and visible; FileExistsError when there is one."""
-        self.finish()
-        with opened_folder(self._root, self.key) as (folder, name):
-            _link_or_rename(folder, self._temporary, name)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._temporary, dir_fd=folder)
-            os.fsync(folder)
-
-    def finish(self) -> None:
-        """Make the temporary file's content durable and close it. A failed fsync means writing the object again."""
-        self._appender.finish()
-        os.fsync(self._file.fileno())
-        self._appender.close()
-        self._file.close()
-
-    def abort(self) -> None:
-        """See `ObjectWriter`."""
-        self._appender.close()
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(FileNotFoundError), opened_folder(self._root, self.key) as (folder, _):
-            os.unlink(self._temporary, dir_fd=folder)
-
-
 class LocalStorage:
     """`Storage` in a directory of a POSIX file system."""
 
@@ -311,20 +173,22 @@ class LocalStorage:
 
     def put(self, key: str, data: bytes) -> None:
         """See `Storage`."""
-        writer = LocalObjectWriter(self.root, key)
-        try:
+        with self._writing(key) as writer:
             writer.write(data)
             writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def put_new(self, key: str, data: bytes) -> None:
         """See `Storage`; publishes by ``link``, which refuses to replace."""
-        writer = LocalObjectWriter(self.root, key)
-        try:
+        with self._writing(key) as writer:
             writer.write(data)
             writer.commit_new()
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[LocalObjectWriter]:
+        """Give the writer of an object, and drop what it wrote if anything goes wrong."""
+        writer = LocalObjectWriter(self.root, key)
+        try:
+            yield writer
         except BaseException:
             writer.abort()
             raise
@@ -339,7 +203,7 @@ class LocalStorage:
         So no file outside of the store becomes an object of it.
         """
         with opened_folder(self.root, key, make=True) as (folder, name):
-            temporary = _temporary_name(name)
+            temporary = temporary_name(name)
             try:
                 linked = self._link_standing(source, folder, temporary)
                 if linked:
@@ -365,22 +229,17 @@ class LocalStorage:
             except FileNotFoundError:  # the kernel says so of a file that is replaced
                 continue
             except OSError as error:
-                if error.errno not in _NO_LINKS and not isinstance(error, NotADirectoryError):
+                if error.errno not in NO_LINKS and not isinstance(error, NotADirectoryError):
                     raise
                 return False
             return stat.S_ISREG(os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_mode)
         return False
 
     def _copy(self, source: str, key: str) -> None:
-        with contextlib.closing(self.open(source)) as reader:
-            writer = LocalObjectWriter(self.root, key)
-            try:
-                for offset in range(0, reader.size, _COPIED_AT_ONCE):
-                    writer.write(reader.read(offset, _COPIED_AT_ONCE))
-                writer.commit()
-            except BaseException:
-                writer.abort()
-                raise
+        with contextlib.closing(self.open(source)) as reader, self._writing(key) as writer:
+            for offset in range(0, reader.size, _COPIED_AT_ONCE):
+                writer.write(reader.read(offset, _COPIED_AT_ONCE))
+            writer.commit()
 
     def delete(self, key: str) -> None:
         """See `Storage`; of a link, the link is removed."""
@@ -433,10 +292,6 @@ class LocalStorage:
                 probe.unlink(missing_ok=True)
 
 
-def _size(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
-
-
 def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
@@ -448,19 +303,3 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         if error.errno != errno.ELOOP:
             raise
         return False
-
-
-def _temporary_name(name: str) -> str:
-    return f".{name}.{secrets.token_hex(8)}.tmp"
-
-
-def _link_or_rename(folder: int, source: str, target: str) -> None:
-    try:
-        os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(target, dir_fd=folder, follow_symlinks=False)
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
-        os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_store.format import append as append_module
-from dspark_store.format.storage import LocalObjectWriter, LocalStorage
+from dspark_store.format import files as files_module
+from dspark_store.format.files import LocalObjectWriter
+from dspark_store.format.storage import LocalStorage
 from tests.storage_contract import StorageContract
 
 
@@ -284,7 +285,7 @@ def test_a_disk_that_is_full_in_the_midst_of_a_write_is_told(
 def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record which ranges the kernel is told to write, of at least 10 bytes."""
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(append_module, "_WRITE_BEHIND", 10)
+    monkeypatch.setattr(files_module, "_WRITE_BEHIND", 10)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, length, advice: seen.append((begin, length)))
     return seen
 
@@ -301,7 +302,7 @@ def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
 
 def test_writing_behind_changes_no_byte(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(100_000)
-    monkeypatch.setattr(append_module, "_WRITE_BEHIND", 1000)
+    monkeypatch.setattr(files_module, "_WRITE_BEHIND", 1000)
     writer = LocalObjectWriter(storage.root, "a")
     for part in parts_of(data, 777):
         writer.write(part)
@@ -325,7 +326,7 @@ def test_a_file_system_that_takes_no_advice_is_written_all_the_same(
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> int:
     """Make the buffer of large objects as small as it can be."""
-    monkeypatch.setattr(append_module, "_STAGED", mmap.PAGESIZE)
+    monkeypatch.setattr(files_module, "_STAGED", mmap.PAGESIZE)
     return mmap.PAGESIZE
 
 
@@ -346,7 +347,7 @@ def test_a_file_system_without_direct_writes_is_written_through_the_cache(
     def refuse(descriptor: int, *, wanted: bool) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(append_module, "_set_direct", refuse)
+    monkeypatch.setattr(files_module, "_set_direct", refuse)
     data = os.urandom(5 * staged)
     writer = storage.create("a")
     writer.write(data)
@@ -365,8 +366,8 @@ def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_ca
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return write(descriptor, view)
 
-    monkeypatch.setattr(append_module, "_set_direct", lambda descriptor, *, wanted: state.update(direct=wanted))
-    monkeypatch.setattr(append_module, "_is_direct", lambda descriptor: state["direct"])
+    monkeypatch.setattr(files_module, "_set_direct", lambda descriptor, *, wanted: state.update(direct=wanted))
+    monkeypatch.setattr(files_module, "_is_direct", lambda descriptor: state["direct"])
     monkeypatch.setattr(os, "write", refuse)
     data = os.urandom(5 * staged)
     writer = storage.create("a")
@@ -385,7 +386,7 @@ def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cac
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(mmap, "mmap", no_memory)
-    monkeypatch.setattr(append_module, "_set_direct", lambda descriptor, *, wanted: asked.append(wanted))
+    monkeypatch.setattr(files_module, "_set_direct", lambda descriptor, *, wanted: asked.append(wanted))
     data = os.urandom(10_000)
     writer = storage.create("a")
     writer.write(data)

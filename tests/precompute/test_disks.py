@@ -9,7 +9,8 @@ import pytest
 
 import dspark_store as ds
 from dspark_store.cli.main import main as cli
-from dspark_store.format.storage import LocalObjectWriter, LocalStorage
+from dspark_store.format.files import LocalObjectWriter
+from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.__main__ import main
 from tests.precompute.jobs import contents, refused
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from dspark_store import Cache
+from dspark_store.format.files import LocalObject
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.format.storage import LocalObject, LocalStorage
+from dspark_store.format.storage import LocalStorage
 from tests.stores import Shape, build_store
 
 SIX_LAYERS = Shape(seq_length=128, shard_size=4, chunk_tokens=32, hidden_size=64, layer_ids=(0, 1, 2, 3, 4, 5))

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from dspark_store import Cache, DamagedStoreError, open_cache
 from dspark_store.format.codecs import plain_chain
+from dspark_store.format.files import LocalObject
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, LAST, LAYERS
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
-from dspark_store.format.storage import LocalObject, LocalStorage, ObjectReader
+from dspark_store.format.storage import LocalStorage, ObjectReader
 from dspark_store.readers.threads import ForkSafeLock, ReadThreads
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
 

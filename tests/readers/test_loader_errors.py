@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 import torch
 
 from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
+from dspark_store.format.files import LocalObject
 from dspark_store.format.schema import LAYERS
-from dspark_store.format.storage import LocalObject, LocalStorage
+from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.fetch import Fetcher
 from dspark_store.readers.tensors import BatchMemory
 from tests.stores import BuiltStore, build_store, flip
@@ -26,22 +26,25 @@ LENGTHS = (20, 7, 13, 8, 3, 9, 16, 20, 17)
 LAYER_OBJECT = f"{LAYERS}/c.1.0.0"
 """An object of samples 3 to 5: the second batch of three, unshuffled."""
 INTERRUPTED = """
-import itertools, sys, threading, time
+import itertools, os, sys, threading, time
 from dspark_store import CacheLoader, open_cache
-from dspark_store.format.storage import LocalObject
+from dspark_store.format.files import LocalObject
+
+def say(word):
+    os.write(1, f"{word}\\n".encode())  # an interrupt amid the flush of a print has its line printed once more
 
 loader = CacheLoader(open_cache(sys.argv[1]), 1, dp_rank=0, dp_size=1)
 try:
     for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
-        print("training", flush=True)
-        time.sleep(60)
+        say("training")
+        time.sleep(600)
 except KeyboardInterrupt:
     del batch
 read = LocalObject.read_into
 LocalObject.read_into = lambda self, buffer, offset: (time.sleep(0.2), read(self, buffer, offset))[1]
-print("prefetch" in [thread.name for thread in threading.enumerate()], flush=True)
+say("prefetch" in [thread.name for thread in threading.enumerate()])
 for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
-    print("reading", flush=True)
+    say("reading")
 """
 """A program that is interrupted twice: while it trains, and while it waits for slow storage."""
 
@@ -226,13 +229,11 @@ def test_an_interrupt_ends_the_loader_and_the_program_at_once(store: BuiltStore)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "training\n"
-        interrupted = time.monotonic()
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline() == "False\n"
         assert program.stdout.readline() == "reading\n"
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)
-    assert time.monotonic() - interrupted < 20
     assert program.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in errors

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from dspark_store.format.dtypes import bits_tensor
+from dspark_store.format.files import LocalObjectWriter
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import LAST, LAYERS, StateObject
 from dspark_store.format.shard import ObjectRecord
-from dspark_store.format.storage import LocalObjectWriter, LocalStorage
+from dspark_store.format.storage import LocalStorage
 from dspark_store.writers import states as states_module
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.states import FinishedObjects, StateShardWriter, publish_states

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.files import LocalObjectWriter
 from dspark_store.format.ledger import token_ledger
-from dspark_store.format.storage import LocalObjectWriter, LocalStorage
+from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import SEQ_LENGTH, SHARD_SIZE, random_tokens, small_record
