@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
-from dspark_store.inspection.compare import Comparison, FieldDifference, compare_stores
+from dspark_store.inspection.compare import FieldDifference, StoreComparison, compare_stores
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.text import say, say_json
 
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     return 0 if found.is_equal else DIFFERENT
 
 
-def _lines(found: Comparison, a: Cache, b: Cache) -> Iterator[str]:
+def _lines(found: StoreComparison, a: Cache, b: Cache) -> Iterator[str]:
     for name, cache in (("A", a), ("B", b)):
         phase = "complete" if cache.record.complete else f"{len(cache.index.committed())} shards committed"
         layers = " ".join(map(str, cache.layer_ids))
@@ -70,7 +70,7 @@ def _text(value: JsonValue) -> str:
     return text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}..."
 
 
-def _sample_lines(found: Comparison) -> Iterator[str]:
+def _sample_lines(found: StoreComparison) -> Iterator[str]:
     samples = found.samples
     moved = f", {samples.moved:,} of them at another place" if samples.moved else ""
     yield f"samples   {len(samples):,} in both{moved}"
@@ -80,7 +80,7 @@ def _sample_lines(found: Comparison) -> Iterator[str]:
             yield f"samples   {len(only):,} only in {name}: {shown}"
 
 
-def _state_lines(found: Comparison) -> Iterator[str]:
+def _state_lines(found: StoreComparison) -> Iterator[str]:
     states, how = found.states, "bit by bit" if found.exact else "as float32, since the dtypes differ"
     missing = len(found.samples) - found.comparable
     rest = f"; {missing:,} are not captured in both" if missing else ""
@@ -98,14 +98,14 @@ def _state_lines(found: Comparison) -> Iterator[str]:
         yield f"worst     sample {states.worst.a} of A, {states.worst.b} of B: {states.worst.difference:.6g}"
 
 
-def _weight_lines(found: Comparison) -> Iterator[str]:
+def _weight_lines(found: StoreComparison) -> Iterator[str]:
     if not found.weights:
         yield "weights   the same"
     for table in found.weights:
         yield f"weights   {table.path}: {table.reason or f'largest difference {table.largest:.6g}'}"
 
 
-def _document(found: Comparison, a: Cache, b: Cache) -> dict[str, JsonValue]:
+def _document(found: StoreComparison, a: Cache, b: Cache) -> dict[str, JsonValue]:
     states, metadata = found.states, found.metadata
     worst = states.worst
     return {

@@ -90,7 +90,7 @@ class WeightDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StoreComparison:
     """What two stores have in common, and what not.
 
     ``samples`` matches all of their samples, ``comparable`` of which are captured in both. ``layers`` are those that
@@ -124,7 +124,7 @@ def compare_stores(
     samples: int | None = None,
     layers: Sequence[int] | None = None,
     threads: int | None = None,
-) -> Comparison:
+) -> StoreComparison:
     """Compare two stores, finished or growing; of growing ones the shards that are committed in both.
 
     ``samples`` bounds how many samples' states are compared, chosen at random and always the same ones; ``layers``
@@ -147,7 +147,7 @@ def compare_stores(
         pairs = pairs.kept(np.arange(min(samples, comparable)))  # digests are random numbers, and the same in both
     if a.schema.hidden_size != b.schema.hidden_size:
         pairs = pairs.kept(np.arange(0))
-    return Comparison(
+    return StoreComparison(
         metadata=compare_metadata(a.record, b.record),
         samples=matching,
         comparable=comparable,

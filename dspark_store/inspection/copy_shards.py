@@ -58,7 +58,7 @@ class CopyTask:
 
 @contextlib.contextmanager
 def naming_source(storage: Storage) -> Iterator[None]:
-    """Let damage that the block meets be told as the source's."""
+    """Say of damage that the block meets that it is the source's."""
     try:
         yield
     except DamagedStoreError as error:
@@ -207,8 +207,8 @@ def _check_status(source: Cache, samples: range, found: set[int], layer_ids: Seq
 
     Without all of its layers a copy may have fewer.
     """
-    told = {row for row, sample in enumerate(samples) if source.status[sample] != STATUS_GOOD}
-    wrong = found - told if len(layer_ids) < source.schema.num_layers else found ^ told
+    known = {row for row, sample in enumerate(samples) if source.status[sample] != STATUS_GOOD}
+    wrong = found - known if len(layer_ids) < source.schema.num_layers else found ^ known
     if wrong:
         raise DamagedStoreError(f"index/status of sample {samples[min(wrong)]} differs from its states")
 

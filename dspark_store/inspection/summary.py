@@ -14,27 +14,27 @@ from dspark_store.format.metadata import Nodes, read_metadata, read_record, reco
 from dspark_store.format.schema import COLUMNS, StoreSchema
 from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.other_files import FileGroup, files_beside
-from dspark_store.inspection.sample_counts import (
-    LedgerRows,
-    SampleSummary,
-    SourceShare,
-    Survey,
-    read_ledgers,
-    source_shares,
-    survey_index,
-    survey_shards,
-    told,
-)
-from dspark_store.inspection.sizes import (
+from dspark_store.inspection.column_sizes import (
     ColumnSize,
-    Comparison,
+    OtherLayouts,
     ShardRows,
     column_sizes,
     compare,
     layer_sizes,
     token_sizes,
     total_size,
+)
+from dspark_store.inspection.other_files import FileGroup, files_beside
+from dspark_store.inspection.sample_survey import (
+    LedgerRows,
+    SampleSummary,
+    SampleSurvey,
+    SourceShare,
+    read_ledgers,
+    read_or_note,
+    source_shares,
+    survey_index,
+    survey_shards,
 )
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.readers.checks.strays import Links, find_links
@@ -116,7 +116,7 @@ class Summary:
     columns: tuple[ColumnSize, ...]
     together: ColumnSize
     layers: tuple[ColumnSize, ...]
-    comparison: Comparison | None
+    comparison: OtherLayouts | None
     to_come: StatesToCome | None
     beside: tuple[FileGroup, ...]
     links: Links
@@ -137,7 +137,7 @@ def missing_runs(total: int, committed: Sequence[int]) -> tuple[ShardRun, ...]:
 def summarise(storage: LocalStorage) -> Summary:
     """Describe a store from its metadata, its index or its ledger.
 
-    Damage is told in the summary as long as the root's metadata can be read. FileNotFoundError when there is no store,
+    Damage stands in the summary as long as the root's metadata can be read. FileNotFoundError when there is no store,
     ValueError for another format version, DamagedStoreError when its root is not one.
     """
     damage: list[str] = []
@@ -150,7 +150,7 @@ def summarise(storage: LocalStorage) -> Summary:
     survey = survey_shards(storage, record, tokens, damage) if in_token_phase else survey_index(index, record, damage)
     layers = layer_sizes(schema, _shard_rows(states, survey))
     columns = (*token_sizes(schema, _shard_rows(tokens, survey)), *column_sizes(layers))
-    status = told(lambda: index.status, damage) if record.complete else None
+    status = read_or_note(lambda: index.status, damage) if record.complete else None
     return Summary(
         place=str(storage.root),
         store_id=record.store_id,
@@ -213,7 +213,7 @@ def _metadata(
     """
     record = read_record(storage)
     broken: list[str] = []
-    metadata = told(lambda: read_metadata(storage), broken)
+    metadata = read_or_note(lambda: read_metadata(storage), broken)
     if metadata is not None:
         return metadata.record, metadata.nodes
     if written and not record.complete:
@@ -223,7 +223,7 @@ def _metadata(
     return record, None
 
 
-def _shard_rows(ledger: LedgerRows, survey: Survey) -> ShardRows:
+def _shard_rows(ledger: LedgerRows, survey: SampleSurvey) -> ShardRows:
     read = [number for number, shard in enumerate(ledger.shards) if shard < len(survey.shard_samples)]
     shards = [ledger.shards[number] for number in read]
     tokens = None if survey.shard_tokens is None else survey.shard_tokens[shards]
@@ -238,8 +238,8 @@ def _sum_of(by_shard: np.ndarray, shards: Sequence[int]) -> int:
 
 
 def _comparison(
-    record: StoreRecord, survey: Survey, columns: Sequence[ColumnSize], captured: Sequence[int]
-) -> Comparison | None:
+    record: StoreRecord, survey: SampleSurvey, columns: Sequence[ColumnSize], captured: Sequence[int]
+) -> OtherLayouts | None:
     """Compare the samples whose states are there; of ids and mask they take their tokens' share."""
     if survey.shard_tokens is None or not captured:
         return None
@@ -252,7 +252,7 @@ def _comparison(
 def _to_come(
     storage: LocalStorage,
     record: StoreRecord,
-    survey: Survey,
+    survey: SampleSurvey,
     columns: Sequence[ColumnSize],
     captured: Sequence[int],
 ) -> StatesToCome | None:

@@ -77,16 +77,16 @@ def verify(
     problems = list(survey.problems)
     samples = nbytes = done = 0
 
-    def told() -> None:
+    def show() -> None:
         if progress is not None:
             progress(VerificationProgress(done, len(survey.shards), nbytes, time.monotonic() - began))
 
-    told()
+    show()
     if survey.shards:
         for _, verdict in map_shards(survey.shard_check(), survey.shards, threads=threads, scheduler=scheduler):
             problems += verdict.problems
             samples, nbytes, done = samples + verdict.samples, nbytes + verdict.nbytes, done + 1
-            told()
+            show()
     in_order = sorted(problems, key=lambda problem: problem.order)
     return Verification(samples, done, nbytes, time.monotonic() - began, quick, tuple(in_order), find_links(storage))
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dspark_store.cli.main import main
-from tests.inspection.rechunk.copies import MANIFEST, assert_copied
+from tests.inspection.copies import MANIFEST, assert_copied
 from tests.stores import build_store, flip
 
 

@@ -1,1 +1,1 @@
-"""How large a store will be, and how long it takes."""
+"""How large a store will be, and how long it takes: `forecast` first."""

@@ -17,7 +17,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.repair.ledgers import mend_ledgers, mend_status
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
-from dspark_store.inspection.repair.state import Mending, sweep, uncommit
+from dspark_store.inspection.repair.state import RepairState, sweep, uncommit
 from dspark_store.inspection.repair.tokens import mend_token_index, mend_token_phase
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.array_check import check_weights
@@ -111,119 +111,119 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
     storage = Overlay(root)
     _refuse_no_store(storage)
     found = find_root(storage)
-    mending = Mending(storage, found, workers)
-    mending.restored += mend_metadata(storage, found)
-    if mending.record.phase == "tokens":
-        mend_token_phase(mending)
-        mend_weights(mending)
+    state = RepairState(storage, found, workers)
+    state.restored += mend_metadata(storage, found)
+    if state.record.phase == "tokens":
+        mend_token_phase(state)
+        mend_weights(state)
     else:
-        _mend_settled(mending)
-    if mending.spoiled:
-        uncommit(mending)
-    _remove_strays(mending)
-    swept = sweep(mending)
-    schema = mending.schema
+        _mend_settled(state)
+    if state.lost:
+        uncommit(state)
+    _remove_strays(state)
+    swept = sweep(state)
+    schema = state.schema
     committed = set(state_ledger(storage, schema).committed())
     grid = schema.tokens
     there = sum(len(grid.rows(shard)) for shard in committed if shard < grid.num_shards)
     return RepairPlan(
-        tuple(mending.restored),
-        tuple(mending.removed),
-        tuple(mending.left),
-        mending.tokens,
-        mending.states,
-        mending.weights,
+        tuple(state.restored),
+        tuple(state.removed),
+        tuple(state.left),
+        state.tokens,
+        state.states,
+        state.weights,
         swept,
         schema.tokens,
         grid.num_samples - there,
-        mending.record.complete,
-        "source" in mending.record.manifest,
-        mending.record.copied_from is not None,
+        state.record.complete,
+        "source" in state.record.manifest,
+        state.record.copied_from is not None,
         storage,
     )
 
 
-def _mend_settled(mending: Mending) -> None:
+def _mend_settled(state: RepairState) -> None:
     """Mend a store whose tokens are all there: ledgers first, then the index by the tokens, then object by object."""
-    evidence = mend_ledgers(mending)
-    mend_token_index(mending)
-    _mend_shards(mending)
-    mend_weights(mending)
-    if mending.record.complete and not mending.spoiled and not mending.root.foreign:
-        mend_status(mending, evidence)
+    evidence = mend_ledgers(state)
+    mend_token_index(state)
+    _mend_shards(state)
+    mend_weights(state)
+    if state.record.complete and not state.lost and not state.root.foreign:
+        mend_status(state, evidence)
 
 
-def _mend_shards(mending: Mending) -> None:
+def _mend_shards(state: RepairState) -> None:
     """Check every object of every shard; link what is good at its other place, note the shards of all else."""
-    view = _view(mending, quick=False)
-    shards = range(mending.schema.tokens.num_shards)
-    for shard, verdict in enumerate(mending.workers.in_order("verify", ShardCheck(view), shards)):
+    view = _view(state, quick=False)
+    shards = range(state.schema.tokens.num_shards)
+    for shard, verdict in enumerate(state.workers.in_order("verify", ShardCheck(view), shards)):
         for problem in verdict.problems:
             if problem.part in (Part.TOKENS, Part.TOKEN_LEDGER, Part.SHARD_SOURCES):
-                mending.spoil(mending.tokens, shard, str(problem))
+                state.mark_lost(state.tokens, shard, str(problem))
             elif problem.part is Part.STATE_LEDGER:
-                mending.spoil(mending.states, shard, str(problem))
-        _mend_states(mending, shard, [problem for problem in verdict.problems if problem.part is Part.STATES])
+                state.mark_lost(state.states, shard, str(problem))
+        _mend_states(state, shard, [problem for problem in verdict.problems if problem.part is Part.STATES])
 
 
-def _mend_states(mending: Mending, shard: int, problems: Sequence[Problem]) -> None:
+def _mend_states(state: RepairState, shard: int, problems: Sequence[Problem]) -> None:
     bad = {problem.key: problem for problem in problems}
-    if not bad or shard in mending.states:
+    if not bad or shard in state.states:
         return
-    row = state_ledger(mending.storage, mending.schema).row(shard)
-    items = mending.schema.state_objects
+    row = state_ledger(state.storage, state.schema).row(shard)
+    items = state.schema.state_objects
     keys = [item.key(shard) for item in items]
     for key in bad.keys() - set(keys):  # a column that was encoded anew, named as a whole
-        mending.spoil(mending.states, shard, str(bad[key]))
+        state.mark_lost(state.states, shard, str(bad[key]))
     entries = row.tolist()
     good = {
         key: entry
         for item, key, entry in zip(items, keys, entries, strict=True)
-        if key not in bad and item.column not in mending.root.foreign
+        if key not in bad and item.column not in state.root.foreign
     }
     twins = {key: [twin for twin in good if good[twin] == entries[keys.index(key)]] for key in keys if key in bad}
     for key, found in twins.items():
         if not found:
-            mending.spoil(mending.states, shard, str(bad[key]))
-    if shard not in mending.states:
+            state.mark_lost(state.states, shard, str(bad[key]))
+    if shard not in state.states:
         for key, found in twins.items():
-            mending.storage.link(found[0], key)
-            mending.restored.append(key)
+            state.storage.link(found[0], key)
+            state.restored.append(key)
 
 
-def _remove_strays(mending: Mending) -> None:
-    view = _view(mending, quick=True)
+def _remove_strays(state: RepairState) -> None:
+    view = _view(state, quick=True)
     for problem in check_strays(view):
         if is_object_name(problem.key.rpartition("/")[2]):
-            mending.remove(problem.key)
+            state.remove(problem.key)
         else:
-            mending.left.append(problem.key)
+            state.left.append(problem.key)
 
 
-def _view(mending: Mending, *, quick: bool) -> StoreView:
+def _view(state: RepairState, *, quick: bool) -> StoreView:
     """Open the store as it is mended so far; BeyondRepairError when its metadata or index is still not right."""
-    view, problems = open_view(mending.storage, quick=quick)
+    view, problems = open_view(state.storage, quick=quick)
     if view is None or (problems and quick):
         raise BeyondRepairError(
-            f"{mending.storage} cannot be repaired: {problems[0]}; put the file back from a backup, or precompute into "
+            f"{state.storage} cannot be repaired: {problems[0]}; put the file back from a backup, or precompute into "
             "a new --output-dir"
         )
     return view
 
 
-def mend_weights(mending: Mending) -> None:
+def mend_weights(state: RepairState) -> None:
     """Link the objects of a tied head and its embedding to the good ones of both; note other damage."""
-    problems = check_weights(mending.storage, mending.record)
+    problems = check_weights(state.storage, state.record)
     if not problems:
         return
     bad = {problem.key for problem in problems}
-    if any(key.startswith(f"{HEAD_BIAS}/") for key in bad) or not _mend_tied(mending, bad):
-        mending.weights = str(problems[0])
+    if any(key.startswith(f"{HEAD_BIAS}/") for key in bad) or not _mend_tied(state, bad):
+        state.weights = str(problems[0])
 
 
-def _mend_tied(mending: Mending, bad: set[str]) -> bool:
+def _mend_tied(state: RepairState, bad: set[str]) -> bool:
     """Choose for each object the place where it is whole, so that together they have the checksum of the tables."""
-    record = mending.record
+    record = state.record
     checksum = record.checksums.get(EMBED)
     if checksum is None or checksum != record.checksums.get(HEAD):
         return False
@@ -232,24 +232,24 @@ def _mend_tied(mending: Mending, bad: set[str]) -> bool:
     embedding, head = array_keys(EMBED, spec), array_keys(HEAD, spec)
     for first, second in ((embedding, head), (head, embedding)):
         chosen = [twin if key in bad else key for key, twin in zip(first, second, strict=True)]
-        if _checksum(mending, chosen, limit) == checksum:
+        if _checksum(state, chosen, limit) == checksum:
             for key, twin, good in zip(first, second, chosen, strict=True):
-                _link(mending, good, twin if good == key else key, limit)
+                _link(state, good, twin if good == key else key, limit)
             return True
     return False
 
 
-def _checksum(mending: Mending, keys: Sequence[str], limit: int) -> str | None:
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+def _checksum(state: RepairState, keys: Sequence[str], limit: int) -> str | None:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for key in keys:
         try:
-            state.update(mending.storage.read(key, limit))
+            digest.update(state.storage.read(key, limit))
         except OSError:
             return None
-    return state.hexdigest()
+    return digest.hexdigest()
 
 
-def _link(mending: Mending, good: str, key: str, limit: int) -> None:
-    if _checksum(mending, [key], limit) != _checksum(mending, [good], limit):
-        mending.storage.link(good, key)
-        mending.restored.append(key)
+def _link(state: RepairState, good: str, key: str, limit: int) -> None:
+    if _checksum(state, [key], limit) != _checksum(state, [good], limit):
+        state.storage.link(good, key)
+        state.restored.append(key)

@@ -21,7 +21,7 @@ _TABLES = (EMBED, HEAD, HEAD_BIAS)
 
 
 @dataclass(slots=True)
-class Mending:
+class RepairState:
     """A store that is mended in an overlay, under the record that it has by now.
 
     ``restored`` are the keys of objects that the rest of the store has proved, and that are as they were again;
@@ -51,7 +51,7 @@ class Mending:
         return self.record.schema
 
     @property
-    def spoiled(self) -> bool:
+    def lost(self) -> bool:
         """Whether something must be made again."""
         return bool(self.tokens or self.states or self.weights)
 
@@ -76,43 +76,43 @@ class Mending:
         self.root = self.root.changed(record)
         return mend_metadata(self.storage, self.root)
 
-    def spoil(self, shards: dict[int, str], shard: int, why: str) -> None:
+    def mark_lost(self, shards: dict[int, str], shard: int, why: str) -> None:
         """Note that a shard must be made again; the first reason counts."""
         shards.setdefault(shard, why)
 
 
-def uncommit(mending: Mending) -> None:
-    """Take back the spoiled shards and tables of a store, and with them the phase that they belong to.
+def uncommit(state: RepairState) -> None:
+    """Take back the lost shards and tables of a store, and with them the phase that they belong to.
 
     BeyondRepairError when a column was encoded anew by another tool, as which nothing here could make it again.
     """
-    if mending.root.foreign:
-        name, reason = min(mending.root.foreign), _first_reason(mending)
+    if state.root.foreign:
+        name, reason = min(state.root.foreign), _first_reason(state)
         raise BeyondRepairError(
-            f"{mending.storage} cannot be repaired, since another tool has encoded {name} anew: {reason}; put the "
+            f"{state.storage} cannot be repaired, since another tool has encoded {name} anew: {reason}; put the "
             "files back from a backup, or precompute into a new --output-dir"
         )
-    record = without_weights(mending.record) if mending.weights else mending.record
+    record = without_weights(state.record) if state.weights else state.record
     if record.phase != "tokens":
-        mending.write_record(in_phase_states(record))
-    elif mending.weights:
-        mending.write_record(record)
-    states = state_ledger(mending.storage, mending.schema)
-    for shard in sorted(mending.states):
+        state.write_record(in_phase_states(record))
+    elif state.weights:
+        state.write_record(record)
+    states = state_ledger(state.storage, state.schema)
+    for shard in sorted(state.states):
         states.retract(shard)
-    if mending.tokens:
+    if state.tokens:
         # the states' rows are gone before: in the phase of tokens nobody looks into their objects
-        mending.write_record(in_phase_tokens(mending.record))
-        for shard in sorted(mending.tokens):
-            token_ledger(mending.storage).retract(shard)
+        state.write_record(in_phase_tokens(state.record))
+        for shard in sorted(state.tokens):
+            token_ledger(state.storage).retract(shard)
 
 
-def sweep(mending: Mending) -> int:
+def sweep(state: RepairState) -> int:
     """Remove what the record does not promise: arrays of later phases, objects without a ledger row, temporary files.
 
     Returns how many objects.
     """
-    storage, record = mending.storage, mending.record
+    storage, record = state.storage, state.record
     before = len(storage.changes)
     promised = record_nodes(record)
     arrays = [*record.schema.token_index(), *record.schema.final_index(), *_TABLES]
@@ -149,8 +149,8 @@ def _without(record: StoreRecord, paths: Iterable[str]) -> dict[str, str]:
     return {path: checksum for path, checksum in record.checksums.items() if path not in gone}
 
 
-def _first_reason(mending: Mending) -> str:
-    for what, shards in (("tokens", mending.tokens), ("states", mending.states)):
+def _first_reason(state: RepairState) -> str:
+    for what, shards in (("tokens", state.tokens), ("states", state.states)):
         for shard, why in sorted(shards.items()):
             return f"the {what} of shard {shard} must be made again ({why})"
-    return f"the target's tables must be written again ({mending.weights})"
+    return f"the target's tables must be written again ({state.weights})"

@@ -17,7 +17,7 @@ from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard, sources_key
 from dspark_store.inspection.repair.evidence import gather
 from dspark_store.inspection.repair.ledgers import checksum_holds, restore_index
-from dspark_store.inspection.repair.state import Mending
+from dspark_store.inspection.repair.state import RepairState
 from dspark_store.writers.publish import TokenSummary, summarise_tokens, token_index_values
 from dspark_store.writers.tokens import write_shard_sources
 
@@ -55,68 +55,68 @@ def _read_sources(storage: Storage, record: StoreRecord, shard: int, rows: Token
         return None
 
 
-def mend_token_index(mending: Mending) -> None:
+def mend_token_index(state: RepairState) -> None:
     """Put the index right where all tokens are whole; note the shards whose tokens are not.
 
     Tokens that another tool has encoded anew have no ledger and no labels that could prove them, and prove nothing.
     """
-    if mending.root.foreign & {IDS, MASK}:
+    if state.root.foreign & {IDS, MASK}:
         return
-    shards = range(mending.schema.tokens.num_shards)
-    found = mending.workers.in_order("tokens", partial(read_tokens, mending.storage, mending.record), shards)
+    shards = range(state.schema.tokens.num_shards)
+    found = state.workers.in_order("tokens", partial(read_tokens, state.storage, state.record), shards)
     for shard, tokens in enumerate(found):
         if tokens.damaged:
-            mending.spoil(mending.tokens, shard, tokens.damaged)
+            state.mark_lost(state.tokens, shard, tokens.damaged)
     if any(tokens.sourceless for tokens in found):
-        found = _mend_sources(mending, found)
+        found = _mend_sources(state, found)
     summaries = [tokens.summary for tokens in found if tokens.summary is not None]
-    if not mending.tokens:
-        restore_index(mending, token_index_values(mending.schema, summaries))
+    if not state.tokens:
+        restore_index(state, token_index_values(state.schema, summaries))
 
 
-def _mend_sources(mending: Mending, found: Sequence[ReadTokens]) -> list[ReadTokens]:
+def _mend_sources(state: RepairState, found: Sequence[ReadTokens]) -> list[ReadTokens]:
     """Write damaged objects of sources again from `index/source`; without it, the tokens must be made again."""
-    spec = mending.schema.token_index()[INDEX_SOURCE]
+    spec = state.schema.token_index()[INDEX_SOURCE]
     (key,) = array_keys(INDEX_SOURCE, spec)
     try:
-        data = mending.storage.read(key, object_limit(spec))
+        data = state.storage.read(key, object_limit(spec))
         numbers = unpack_array(data, spec.data_type, spec.shape, key)
     except (OSError, DamagedStoreError):
         data, numbers = b"", np.empty(0, np.uint16)
-    known = checksum_holds(mending, INDEX_SOURCE, data) and bool((numbers < len(mending.schema.sources)).all())
+    known = checksum_holds(state, INDEX_SOURCE, data) and bool((numbers < len(state.schema.sources)).all())
     mended = list(found)
     for shard, tokens in enumerate(found):
         if tokens.summary is None or not tokens.sourceless:
             continue
-        rows = mending.schema.tokens.rows(shard)
+        rows = state.schema.tokens.rows(shard)
         if not known:
-            mending.spoil(mending.tokens, shard, f"{sources_key(shard)} and {INDEX_SOURCE} are both damaged")
+            state.mark_lost(state.tokens, shard, f"{sources_key(shard)} and {INDEX_SOURCE} are both damaged")
             continue
-        write_shard_sources(mending.storage, mending.record, shard, numbers[rows].tolist(), tokens.digest)
-        mending.restored.append(sources_key(shard))
-        mended[shard] = read_tokens(mending.storage, mending.record, shard)
+        write_shard_sources(state.storage, state.record, shard, numbers[rows].tolist(), tokens.digest)
+        state.restored.append(sources_key(shard))
+        mended[shard] = read_tokens(state.storage, state.record, shard)
     return mended
 
 
-def mend_token_phase(mending: Mending) -> None:
+def mend_token_phase(state: RepairState) -> None:
     """Note the shards whose tokens are not whole, and the states that do not fit their row or their tokens.
 
     States are there only when an earlier repair has taken tokens back. Their chunks are not looked at.
     """
-    storage, record = mending.storage, mending.record
+    storage, record = state.storage, state.record
     shards = token_ledger(storage).committed()
     digests: dict[int, str] = {}
-    found = mending.workers.in_order("tokens", partial(read_tokens, storage, record), shards)
+    found = state.workers.in_order("tokens", partial(read_tokens, storage, record), shards)
     for shard, tokens in zip(shards, found, strict=True):
         if tokens.damaged or tokens.sourceless:
-            mending.spoil(mending.tokens, shard, tokens.damaged or "the object with its sources is damaged")
+            state.mark_lost(state.tokens, shard, tokens.damaged or "the object with its sources is damaged")
         elif tokens.digest:
             digests[shard] = tokens.digest
-    states = state_ledger(storage, mending.schema).committed()
+    states = state_ledger(storage, state.schema).committed()
     misfit = partial(_misfit, storage, record, digests)
-    for shard, problem in zip(states, mending.workers.in_order("states", misfit, states), strict=True):
+    for shard, problem in zip(states, state.workers.in_order("states", misfit, states), strict=True):
         if problem:
-            mending.spoil(mending.states, shard, problem)
+            state.mark_lost(state.states, shard, problem)
 
 
 def _misfit(storage: Storage, record: StoreRecord, digests: Mapping[int, str], shard: int) -> str:

@@ -1,5 +1,7 @@
 """The vocabulary: what is used, by how few ids most tokens are covered, and what one damaged id does."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

@@ -1,5 +1,7 @@
 """A copy that is killed, or fails, at any of its system calls goes on to the bytes of one that nobody disturbed."""
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -15,8 +17,8 @@ import pytest
 from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY
-from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
-from tests.inspection.rechunk.killed import COUNTED_CALLS, Counted
+from tests.inspection.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
+from tests.inspection.killed import COUNTED_CALLS, Counted
 from tests.stores import build_store
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +27,7 @@ KILLED_EVERY, RAISED_EVERY = 7, 5
 
 
 class Copier:
-    """The process of `tests.inspection.rechunk.killed`."""
+    """The process of `tests.inspection.killed`."""
 
     def __init__(self, stdin: IO[str], stdout: IO[str]) -> None:
         self._stdin, self._stdout = stdin, stdout
@@ -40,7 +42,7 @@ class Copier:
 @pytest.fixture(scope="module")
 def copier() -> Iterator[Copier]:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.inspection.rechunk.killed"],
+        [sys.executable, "-m", "tests.inspection.killed"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

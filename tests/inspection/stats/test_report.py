@@ -1,4 +1,6 @@
-"""The statistics of whole stores: against direct sums, of growing stores, of a part, and by reading nothing twice."""
+"""The statistics of a store: what they count, the same however they are made, and how they are written."""
+
+from __future__ import annotations
 
 import gc
 import json
@@ -13,7 +15,7 @@ from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.stats import survey as shard_survey
-from dspark_store.inspection.stats.report import Rules, measure_store
+from dspark_store.inspection.stats.report import Rules, figure_text, measure_store
 from dspark_store.inspection.stats.survey import Selection
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.publish import settle_tokens
@@ -243,3 +245,38 @@ def test_another_store_at_the_same_path_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="holds another store now"):
         survey(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1234567, "1,234,567"),
+        (0.0, "0"),
+        (52.186, "52.19"),
+        (12345.6, "12,346"),
+        (0.00123456, "0.001235"),
+        (-3.0, "-3.000"),
+        (1.5e9, "1.500e+09"),
+        (1e-5, "1.000e-05"),
+        (None, "–"),  # noqa: RUF001 - a dash
+        (True, "yes"),
+        ("a b", "a b"),
+    ],
+)
+def test_a_value_is_written_with_what_can_be_read(value, text):
+    assert figure_text(value) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.5, "50.00 %"), (1, "100.00 %"), (0, "0.00 %"), (1e-6, "< 0.01 %")])
+def test_shares_are_percentages_and_a_small_one_is_not_zero(share, text):
+    assert figure_text(share, "percent") == text
+
+
+def test_tokens_show_their_white_space_and_nothing_invisible():
+    assert figure_text(" a\n\t\x00é", "token") == "␣a⏎⇥\\x00é"
+    assert figure_text(-4, "power") == "2^-4"
+
+
+def test_a_number_that_counts_nothing_is_written_as_it_is():
+    assert figure_text(128009, "id") == "128009"

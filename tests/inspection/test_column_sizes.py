@@ -1,12 +1,14 @@
 """Bytes of columns and layers, as stored and as values."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
 
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.schema import StoreSchema
-from dspark_store.inspection.sizes import ShardRows, compare, layer_sizes, token_sizes, total_size
+from dspark_store.inspection.column_sizes import ShardRows, compare, layer_sizes, token_sizes, total_size
 
 SCHEMA = StoreSchema(5, 3, 10, 4, 2, (0, 1), cache_dtype("fp32"), "default", 5)
 VECTOR = 16

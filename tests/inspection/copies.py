@@ -1,5 +1,7 @@
 """A store and its copy side by side: what must be equal in both, to our reader and to stock zarr-python."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -100,7 +100,7 @@ def read_ledgers(
     At most `MOST_ROWS` of a growing store's are read, evenly spread. For rows that are not as written a line is added
     to ``damage``.
     """
-    objects = told(lambda: index.objects, damage) if record.complete else None
+    objects = read_or_note(lambda: index.objects, damage) if record.complete else None
     if objects is not None:
         shards, tokens = range(len(objects)), len(TOKEN_OBJECTS)
         return LedgerRows(shards, shards, objects[:, :tokens]), LedgerRows(shards, shards, objects[:, tokens:])
@@ -178,7 +178,7 @@ class SourceShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class SampleSurvey:
     """Samples by shard, (shards,), and their tokens, (shards,), extrapolated if ``exact`` is false.
 
     ``lengths`` and ``supervised``, (n,), are of samples that were looked at. Arrays are None where they are unknown.
@@ -205,20 +205,20 @@ class Survey:
         )
 
 
-def survey_index(index: StoreIndex, record: StoreRecord, damage: list[str]) -> Survey:
-    """Survey a store whose tokens are final."""
+def survey_index(index: StoreIndex, record: StoreRecord, damage: list[str]) -> SampleSurvey:
+    """SampleSurvey a store whose tokens are final."""
     grid = record.schema.tokens
     samples = np.full(grid.num_shards, grid.shard_size, np.int64)
     if len(samples):
         samples[-1] = len(grid.rows(grid.num_shards - 1))
-    lengths = told(lambda: index.length, damage)
-    supervised = told(lambda: index.supervised, damage)
+    lengths = read_or_note(lambda: index.length, damage)
+    supervised = read_or_note(lambda: index.supervised, damage)
     tokens = None if lengths is None else shard_sums(lengths, grid.shard_size)
-    return Survey(grid.num_samples, samples, tokens, lengths, supervised)
+    return SampleSurvey(grid.num_samples, samples, tokens, lengths, supervised)
 
 
-def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows, damage: list[str]) -> Survey:
-    """Survey a store in its token phase: a few of its committed shards are read, and speak for all.
+def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows, damage: list[str]) -> SampleSurvey:
+    """SampleSurvey a store in its token phase: a few of its committed shards are read, and speak for all.
 
     Shards whose ledger row was not read are taken to be full; only the last one of a store may be short.
     """
@@ -227,7 +227,7 @@ def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows
     for shard, row in zip(ledger.shards, ledger.rows, strict=True):
         samples[shard] = min(int(row[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1]), record.schema.shard_size)
     read = [
-        told(partial(read_token_shard, storage, record, shard), damage)
+        read_or_note(partial(read_token_shard, storage, record, shard), damage)
         for shard in spread(ledger.shards, TOKEN_SHARDS_READ)
     ]
     masks = [mask for rows in read if rows is not None for mask in rows.masks]
@@ -235,17 +235,17 @@ def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows
     supervised = np.array([int(mask.sum()) for mask in masks], np.int64)
     count = int(samples.sum())
     if not masks and count:
-        return Survey(count, samples, None, None, None)
+        return SampleSurvey(count, samples, None, None, None)
     tokens = (samples * (lengths.mean() if masks else 0.0)).round().astype(np.int64)
     if len(lengths) == count:
         tokens = _exact(samples, lengths)
-    return Survey(count, samples, tokens, lengths, supervised)
+    return SampleSurvey(count, samples, tokens, lengths, supervised)
 
 
-def source_shares(index: StoreIndex, record: StoreRecord, survey: Survey, damage: list[str]) -> list[SourceShare]:
+def source_shares(index: StoreIndex, record: StoreRecord, survey: SampleSurvey, damage: list[str]) -> list[SourceShare]:
     """Return what each part of a blend has in a store whose tokens are final; nothing for a store of one source."""
     names = record.schema.sources
-    source = told(lambda: index.source, damage) if names else None
+    source = read_or_note(lambda: index.source, damage) if names else None
     if source is None or survey.lengths is None or survey.supervised is None:
         return []
     samples = np.bincount(source, minlength=len(names)).tolist()
@@ -275,7 +275,7 @@ def _exact(samples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return exact
 
 
-def told[Value](read: Callable[[], Value], damage: list[str]) -> Value | None:
+def read_or_note[Value](read: Callable[[], Value], damage: list[str]) -> Value | None:
     """Return what ``read`` returns; None, with a line added to ``damage``, for something that is not as written."""
     try:
         return read()

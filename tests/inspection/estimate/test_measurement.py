@@ -1,5 +1,7 @@
 """What rows and tables come to is what the writers store."""
 
+from __future__ import annotations
+
 import pytest
 
 from dspark_store.format.objects import Expected, open_object

@@ -1,5 +1,7 @@
 """``dspark-store tokens --compare``: which samples of a store would be others today."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -5,6 +5,8 @@ that was killed in place of its n-th counted call, counted from 1 (0: not at all
 calls. Nothing here starts a thread before a fork, so none is lost in one.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ from typing import Any
 
 from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
-from tests.inspection.rechunk.copies import OTHER
+from tests.inspection.copies import OTHER
 
 COUNTED_CALLS = ("fsync", "replace", "link", "unlink", "mkdir")
 """The system calls of which every publish consists."""

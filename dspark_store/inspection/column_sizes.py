@@ -33,7 +33,7 @@ class ColumnSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class OtherLayouts:
     """What the samples whose states are there take, and what rivals would take for them.
 
     ``stored_bytes`` is all of their columns. ``padded_bytes``: NeMo Automodel's safetensors shards, K + 1 vectors at
@@ -106,10 +106,10 @@ def column_sizes(parts: Sequence[ColumnSize]) -> list[ColumnSize]:
     return [total_size(name, [part for part in parts if part.name == name]) for name in (LAYERS, LAST)]
 
 
-def compare(schema: StoreSchema, samples: int, tokens: int, stored: int) -> Comparison:
+def compare(schema: StoreSchema, samples: int, tokens: int, stored: int) -> OtherLayouts:
     """Compare ``stored`` bytes, of samples whose states are there, with what rivals take for them."""
     padded, ragged = padded_bytes(schema, samples), ragged_rows_bytes(schema, tokens)
-    return Comparison(samples, tokens, stored, padded, _ratio(padded, stored), ragged, _ratio(ragged, stored))
+    return OtherLayouts(samples, tokens, stored, padded, _ratio(padded, stored), ragged, _ratio(ragged, stored))
 
 
 def total_size(name: str, parts: Sequence[ColumnSize]) -> ColumnSize:

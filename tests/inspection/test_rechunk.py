@@ -1,4 +1,6 @@
-"""A copy has every value of its source, under other settings; it goes on where it was; what is no such copy is left."""
+"""Copies under other settings hold what their source holds."""
+
+from __future__ import annotations
 
 import os
 import weakref
@@ -8,6 +10,7 @@ import torch
 import zarr
 
 from dspark_store import open_cache
+from dspark_store.cli.main import main
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.ledger import token_ledger
 from dspark_store.format.metadata import read_record
@@ -18,7 +21,7 @@ from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.states import StateShardWriter
-from tests.inspection.rechunk.copies import (
+from tests.inspection.copies import (
     MANIFEST,
     OTHER,
     assert_copied,
@@ -26,7 +29,7 @@ from tests.inspection.rechunk.copies import (
     contents,
 )
 from tests.readers.test_foreign import rewrite
-from tests.stores import build_store
+from tests.stores import build_store, flip
 from tests.writers.small_store import build_blended
 
 
@@ -199,3 +202,30 @@ def test_a_shard_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
     rechunk(source, tmp_path / "copy", CopySettings(shard_size=60), workers=Workers(1))
     assert len(alive) == 60
     assert max(most) < 15
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "target_hidden_states/c.1.0.0",
+        "target_last_hidden_states/c.0.0.0",
+        "input_ids/c.1.0",
+        "loss_mask/c.0.0",
+        "target/embed_tokens/weight/c.0.0",
+        "index/length/c.0",
+        "ledger/states/c.1.0.0",
+    ],
+)
+def test_a_repaired_copy_is_made_whole_by_the_same_command(tmp_path, capsys, key):
+    source = build_store(tmp_path / "source", fields={"manifest": MANIFEST}).path
+    copy = tmp_path / "copy"
+    command = ["rechunk", str(source), str(copy), "--codec", "fast", "--shard-size", "4"]
+    assert main(command) == 0
+    before = contents(copy)
+    flip(copy / key, 30)
+    assert main(["verify", str(copy)]) == 1
+    assert main(["repair", str(copy)]) == 0
+    printed = capsys.readouterr().out
+    assert "is complete" in printed or "run the dspark-store rechunk that made" in printed
+    assert main(command) == 0
+    assert contents(copy) == before

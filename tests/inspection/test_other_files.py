@@ -1,5 +1,7 @@
 """Files of a store that are no objects of its columns."""
 
+from __future__ import annotations
+
 from dspark_store.inspection.other_files import files_beside
 from tests.stores import build_store
 

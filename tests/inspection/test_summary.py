@@ -1,5 +1,7 @@
 """What is told of a store: complete, growing, of one layer or of a blend, sound or damaged."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -14,7 +16,7 @@ from benchmarks.loader_scale import write_index
 from dspark_store import open_cache
 from dspark_store.format.schema import COLUMNS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection import sample_counts
+from dspark_store.inspection import sample_survey
 from dspark_store.inspection.summary import ShardRun, Summary, missing_runs, summarise
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
@@ -113,7 +115,7 @@ def test_a_store_in_its_token_phase_tells_what_it_has_so_far(tmp_path, lengths):
 def test_where_not_all_rows_are_read_sizes_are_extrapolated(tmp_path, monkeypatch):
     store = build_store(tmp_path / "s", until="states", lengths=(20,) * 30, codec="none")
     exact = summarise(store.storage)
-    monkeypatch.setattr(sample_counts, "MOST_ROWS", 4)
+    monkeypatch.setattr(sample_survey, "MOST_ROWS", 4)
     rough = summarise(store.storage)
     assert (rough.shards.states, rough.shards.counted_states) == (10, 4)
     for one, other in zip(rough.columns, exact.columns, strict=True):

@@ -1,5 +1,7 @@
 """A copy on a dask cluster is the one that threads make, whatever becomes of the workers."""
 
+from __future__ import annotations
+
 import os
 import pickle
 import signal
@@ -22,7 +24,7 @@ from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.cache import open_cache
 from dspark_store.writers.lock import LOCK_KEY, LostLockError, StoreLock
 from dspark_store.writers.publish import complete_store, settle_tokens
-from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents
+from tests.inspection.copies import MANIFEST, OTHER, assert_copied, contents
 from tests.stores import build_store
 
 SAMPLES = 120

@@ -1,12 +1,72 @@
-"""A layer's tally: against float64 over all its tokens, in every dtype, with values that are not finite."""
+"""Tallies: those of pieces are those of the whole, and quantiles are as exact as a bin is wide."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
-from dspark_store.inspection.stats.tallies import StateTally, cosines, empty_tally, tally_block
+from dspark_store.inspection.stats.tallies import (
+    BINS,
+    PER_OCTAVE,
+    Moments,
+    StateTally,
+    cosines,
+    count_bins,
+    empty_tally,
+    moments_of,
+    quantile,
+    tally_block,
+)
 from tests.stores import numbers
+
+NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
+POSITIVE = st.lists(st.floats(1e-6, 1e38), min_size=1, max_size=60)
+
+
+@given(NUMBERS, NUMBERS)
+def test_merged_moments_are_those_of_all_numbers(one, other):
+    merged = moments_of(np.array(one)).merge(moments_of(np.array(other)))
+    together = np.array(one + other)
+    assert (merged.count, merged.low, merged.high) == (len(together), together.min(), together.max())
+    assert merged.mean == pytest.approx(together.mean(), rel=1e-9, abs=1e-6)
+    assert merged.std == pytest.approx(together.std(), rel=1e-6, abs=1e-2)
+
+
+def test_no_numbers_have_no_mean():
+    none = moments_of(np.array([]))
+    assert none == Moments()
+    assert (none.mean, none.std) == (None, None)
+    assert none.merge(moments_of(np.array([3.0]))) == moments_of(np.array([3.0]))
+
+
+@given(POSITIVE, st.sampled_from([0.0, 0.01, 0.5, 0.95, 1.0]))
+def test_a_quantile_is_off_by_less_than_a_bin(values, share):
+    array = np.array(values)
+    found = quantile(count_bins(array), share, array.min(), array.max())
+    low, high = (np.quantile(array, share, method=method) for method in ("lower", "higher"))
+    width = 2 ** (1 / PER_OCTAVE) * (1 + 1e-12)
+    assert low / width <= found <= high * width
+
+
+def test_powers_of_two_begin_their_bins():
+    below, at = count_bins(np.array([np.nextafter(8.0, 0)])), count_bins(np.array([8.0]))
+    assert int(at.argmax()) == int(below.argmax()) + 1
+    assert count_bins(np.array([8.0, 16.0])).nonzero()[0].tolist() == [int(at.argmax()), int(at.argmax()) + PER_OCTAVE]
+
+
+def test_zero_and_what_is_beyond_the_bins_are_counted_at_the_ends():
+    counts = count_bins(np.array([0.0, 1e-300, 1e300]))
+    assert (int(counts[0]), int(counts[BINS - 1]), int(counts.sum())) == (2, 1, 3)
+    assert quantile(counts, 0.0, 0.0, 1e300) == 0.0
+
+
+def test_no_numbers_have_no_quantile():
+    with pytest.raises(ValueError, match="no number was counted"):
+        quantile(np.zeros(BINS, np.int64), 0.5, 0, 1)
 
 
 def states_of(dtype: str, tokens: int = 40, width: int = 6, seed: int = 3) -> torch.Tensor:

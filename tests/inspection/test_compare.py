@@ -1,5 +1,7 @@
 """Which differences of metadata are of identity, of layout, and none."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,7 @@
 """An interrupted copy goes on; what is no such copy, or damaged, or in other hands is refused and left as it is."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.states import publish_states
-from tests.inspection.rechunk.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
+from tests.inspection.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
 from tests.stores import build_store, flip
 
 
