@@ -1,5 +1,6 @@
 """The loss mask: which tokens of a conversation the assistant said."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     _probe(renderer, tools, variables)
     turns = _Said(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
     if not tagged:
-        supervised = [turns.span(index, options.headers) for index in said if wanted[index]]
+        supervised = [turns.span_said(index, options.headers) for index in said if wanted[index]]
     masked: list[Span | Stretch] = [turns.span(index) for index in unwanted] if tagged else []
     warnings: list[str] = []
     if cut_off:
@@ -179,6 +180,11 @@ class _Said:
         elif self.marked is not None:
             places.marked(*self.marked)
         self._places = places
+        self._others = sorted(
+            (start, index)
+            for index, start in enumerate(places.starts)
+            if start is not None and self._messages[index]["role"] != "assistant"
+        )
         self._turns: MarkedTurns | PrefixTurns = (
             PrefixTurns(rendering)
             if explained is None and self.marked is None
@@ -189,6 +195,17 @@ class _Said:
         """Return the stretch of a message, with or without its header."""
         start = self._turns.header_end(index) if without_header else self._turns.boundary(index)
         return start, self._turns.boundary(index + 1)
+
+    def span_said(self, index: int, without_header: bool) -> Span:
+        """Return the stretch of an answer; SourceError if what another message says stands inside of it."""
+        start, stop = self.span(index, without_header)
+        place = bisect_left(self._others, (start, -1))
+        if place < len(self._others) and self._others[place][0] < stop:
+            raise SourceError(
+                f"the chat template writes what message {self._others[place][1]} says behind the beginning of message "
+                f"{index}, so where that ends cannot be told; use a template with {{% generation %}} tags"
+            )
+        return start, stop
 
     def closing(self) -> int:
         """Return where that begins which the template writes to close the last message."""
