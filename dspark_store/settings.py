@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"}
-OWN_METADATA = ("help", "group", "convert", "expected", "nullable")
+OWN_METADATA = ("help", "group", "convert", "expected", "nullable", "positional")
 """What a field's metadata has beside argparse's options of its flag."""
 
 
@@ -27,7 +27,7 @@ def setting(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> A
         default: the value where none is given; without one the setting is required.
         **metadata: ``group`` of flags in ``--help``; ``convert``, which makes the value out of a plain one, and
             ``expected``, which says what that takes; ``nullable``, if null is a value of its own and not the default;
-            the rest are argparse's.
+            ``positional`` for an argument without a flag; the rest are argparse's.
 
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})

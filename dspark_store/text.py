@@ -15,6 +15,7 @@ import unicodedata
 from typing import TextIO
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_FORESEEN = (ValueError, OSError, ImportError, FloatingPointError)
 _HIDDEN = frozenset({"Cc", "Cf", "Zl", "Zp", "Cs"})
 _JOINERS = "\u200c\u200d"
 _COLOUR = re.compile(r"(\x1b\[(?:0|1|31|32|33)m)")
@@ -50,8 +51,22 @@ def say_error(message: object, *, kind: str = "error") -> None:
     say(f"{kind}: {' '.join(str(message).split())}", out=sys.stderr)
 
 
-def log_to_stderr(level: str) -> None:
-    """Let what is logged from ``level`` on appear on stderr, made visible."""
+def foreseen(error: BaseException) -> bool:
+    """Tell whether an error is of a kind whose message says all there is to say."""
+    return isinstance(error, _FORESEEN) or hasattr(error, "exit_code")
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, after the name of its kind where it has none or was not foreseen."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    text = " ".join(str(error).split())
+    return text if foreseen(error) and text else f"{type(error).__name__}: {text or 'no reason given'}"
+
+
+def log_to_stderr(level: str, *, quiet: bool = False) -> None:
+    """Let what is logged from ``level`` on appear on stderr, made visible; ``quiet`` raises INFO to WARNING."""
+    level = "WARNING" if quiet and level == "INFO" else level
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])

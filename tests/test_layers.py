@@ -15,7 +15,7 @@ BELOW = {
     "draft": {"format"},
     "precompute": {"sources", "target", "writers", "readers", "format"},
     "training": {"draft", "precompute", "sources", "target", "writers", "readers", "format"},
-    "evaluation": {"draft", "sources", "target", "readers", "format"},
+    "evaluation": {"training", "draft", "precompute", "writers", "sources", "target", "readers", "format"},
     "inspection": {"precompute", "sources", "target", "writers", "readers", "format"},
     "compat": {"precompute", "sources", "target", "writers", "readers", "format"},
 }

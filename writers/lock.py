@@ -40,6 +40,8 @@ _LATEST = 4_000_000_000 * 10**9  # of the year 2096: no lock is older than its s
 class LostLockError(RuntimeError):
     """Another job has taken the store over; this one must not write to it any more."""
 
+    exit_code = 3
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:

@@ -17,10 +17,9 @@ from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, for
 from dspark_store.precompute.job import existing_record
 from dspark_store.precompute.ranks import join_world
 from dspark_store.precompute.settings import PrecomputeConfig, settings
-from dspark_store.precompute.watch import StoppedError
 from dspark_store.readers.cache import open_cache
 from dspark_store.settings import flag
-from dspark_store.text import say, say_error, say_json, size_text, time_text
+from dspark_store.text import say, say_json, size_text, time_text
 
 MEASURED_ROWS = 32
 _OF_A_STORE = ("codec", "chunk_tokens", "target_layer_ids", "tokens_per_second")
@@ -45,17 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the estimate; return 0, or 143 when the process was told to end.
-
-    ValueError, OSError or ImportError for what a user can mend.
-    """
+    """Print the estimate; return 0."""
     if given.measure < 0:
         raise ValueError(f"measure must be >= 0, got {given.measure}")
-    try:
-        forecast = _of_store(given) if given.store else _of_job(given)
-    except StoppedError as error:
-        say_error(error, kind="stopped")
-        return error.exit_code
+    forecast = _of_store(given) if given.store else _of_job(given)
     if given.json:
         say_json(_document(forecast))
         return 0

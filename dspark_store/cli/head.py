@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dspark_store.cli.terminal import Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.text import say_error, show
+from dspark_store.text import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,12 +50,8 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     from dspark_store.readers.cache import open_cache
     from dspark_store.readers.tensors import chosen_slots
 
-    try:
-        cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
-        reader = SampleReader(cache)
-    except DamagedStoreError as error:
-        say_error(error)
-        return DAMAGED
+    cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
+    reader = SampleReader(cache)
     layers = given.layers or None
     chosen_slots(cache.schema, layers)  # an unknown layer is refused before anything is printed
     samples = given.samples if given.samples is not None else range(min(given.n, reader.samples))

@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from dspark_store.cli.terminal import Colours, columns, entry
-from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary import ShardRun, Summary, summarise
 from dspark_store.sources.identity import chat_rules
-from dspark_store.text import say_error, say_json, show, size_text, time_text
+from dspark_store.text import say_json, show, size_text, time_text
 
 DAMAGED = 1
 _RUNS_SHOWN, _DIGEST_SHOWN = 8, 12
@@ -30,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     """Print what there is to know of a store; return 1 when something of it is not as it was written, else 0."""
     out = out or sys.stdout
-    try:
-        summary = summarise(LocalStorage(given.store))
-    except DamagedStoreError as error:
-        say_error(error)
-        return DAMAGED
+    summary = summarise(LocalStorage(given.store))
     if given.json:
         say_json(asdict(summary), out)
     else:

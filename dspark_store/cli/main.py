@@ -1,112 +1,134 @@
-"""``dspark-store``: the commands beside the main job."""
+"""``dspark-store``: the way into every command, with one table of exit codes and one line per error."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
-from dspark_store.cli.options import OneLineParser
+from dspark_store.cli.options import INTERRUPTED, TERMINATED, OneLineParser, exit_code_of, leads
 from dspark_store.cli.progress import Bar
-from dspark_store.format.damage import DamagedStoreError
 from dspark_store.progress import progress_shown_by
-from dspark_store.text import say, say_error
+from dspark_store.text import foreseen, one_line, say, say_error
 
-DAMAGED, USER_ERROR, UNEXPECTED = 1, 2, 3
-INTERRUPTED = 130
+_log = logging.getLogger(__name__)
 
 
 class Command(Protocol):
-    """What a module of a command has."""
+    """What the module of a command has. It imports torch and the like in ``run`` only, so that help is quick."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments of the command."""
         ...
 
     def run(self, given: argparse.Namespace) -> int:
-        """Run it; return the exit code. ValueError, OSError and ImportError are told in one line, with exit code 2."""
+        """Do it, and return 0, or 1 when something is not as it should be. What it raises, `main` tells in one line."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command: the module that it is in, imported only when it is called, and what it does."""
+    """A command of a name: a module of this package, imported when it is called.
 
-    module: str
+    ``when_interrupted`` says, of a job that works for long, what stays and how to go on.
+    """
+
+    name: str
     purpose: str
+    when_interrupted: str = ""
 
     def load(self) -> Command:
         """Import the command."""
-        return cast(Command, import_module(self.module))
+        return cast(Command, import_module(f"dspark_store.cli.{self.name}"))
 
 
-MODULES = {
-    "precompute": Entry("dspark_store.precompute.__main__", "run a target over a corpus"),
-    "train": Entry("dspark_store.train", "train a draft from a store"),
-    "evaluate": Entry("dspark_store.evaluate", "decode with a trained draft and its target"),
-}
-"""The programs that have arguments and exit codes of their own."""
-
-COMMANDS = {
-    "info": Entry("dspark_store.cli.info", "tell what a store is, how far it is and what it takes, on one screen"),
-    "head": Entry("dspark_store.cli.head", "show samples of a store: their text, and the norms of their states"),
-    "verify": Entry("dspark_store.cli.verify", "check every object of a store against its own promises"),
-    "repair": Entry(
-        "dspark_store.cli.repair", "put a damaged store right, or uncommit what a precompute must do again"
-    ),
-    "stats": Entry("dspark_store.cli.stats", "measure norms, channels, lengths and vocabulary of a store"),
-    "estimate": Entry("dspark_store.cli.estimate", "tell how large a store will be, and how long it takes"),
-    "diff": Entry("dspark_store.cli.diff", "compare two stores: identity, samples, states, weights"),
-    "rechunk": Entry("dspark_store.cli.rechunk", "copy a store under other settings, verified"),
-    "tokens": Entry("dspark_store.cli.tokens", "show what a target would be run over, or a report of it"),
-    "plot": Entry("dspark_store.cli.plot", "draw how trainings went: loss, tokens a step, acceptance"),
-    "generate": Entry("dspark_store.cli.generate", "let a target answer prompts: chats in its own words"),
-}
+_ENTRIES = (
+    Entry("precompute", "run a target over a corpus", "what is committed stays; go on with --resume"),
+    Entry("train", "train a draft from a store", "go on from the last checkpoint with --resume"),
+    Entry("evaluate", "decode with a trained draft and its target", "nothing was written"),
+    Entry("info", "tell what a store is, how far it is and what it takes, on one screen"),
+    Entry("head", "show samples of a store: their text, and the norms of their states"),
+    Entry("verify", "check every object of a store against its own promises"),
+    Entry("repair", "put a damaged store right, or uncommit what a precompute must do again"),
+    Entry("stats", "measure norms, channels, lengths and vocabulary of a store"),
+    Entry("estimate", "tell how large a store will be, and how long it takes"),
+    Entry("diff", "compare two stores: identity, samples, states, weights"),
+    Entry("rechunk", "copy a store under other settings, verified"),
+    Entry("tokens", "show what a target would be run over, or a report of it"),
+    Entry("plot", "draw how trainings went: loss, tokens per step, acceptance"),
+    Entry("generate", "let a target answer prompts: chats in its own words"),
+)
+COMMANDS = {entry.name: entry for entry in _ENTRIES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0 good, 1 a store that is not as it should be, 2 a mistake, 3 a surprise.
-
-    Each is told in one line.
-    """
+    """Run a command and return its exit code, one of `options.EXIT_CODES`; errors are told in one line on stderr."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words and words[0] in MODULES:
-        module = import_module(MODULES[words[0]].module)
-        return cast(int, module.main(words[1:]))
+    entry = COMMANDS.get(words[0]) if words else None
+    kept = entry.when_interrupted if entry else ""
+    given = argparse.Namespace()
     try:
         given = _parser(words).parse_args(words)
         with progress_shown_by(Bar):
             return COMMANDS[given.command].load().run(given)
     except KeyboardInterrupt:
-        say("interrupted", out=sys.stderr)
+        if leads():
+            say(f"interrupted: {kept}" if kept else "interrupted", out=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has seen enough
-        sys.stderr.close()
+    except BrokenPipeError as error:
+        if kept:
+            return _tell(error, given)
+        sys.stderr.close()  # the reader of the output has seen enough
         return 0
-    except DamagedStoreError as error:
-        return _tell(error, DAMAGED)
-    except (ValueError, OSError, ImportError) as error:
-        return _tell(error, USER_ERROR)
-    except Exception as error:  # noqa: BLE001 # whatever it is, nobody is to take it for a verdict about a store
-        return _tell(f"{type(error).__name__}: {error}", UNEXPECTED)
+    except Exception as error:  # noqa: BLE001 # whatever it is, users get one line
+        return _tell(error, given)
 
 
-def _tell(error: object, exit_code: int) -> int:
-    say_error(error)
-    return exit_code
+def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
+    """Return `main` for one command, whose arguments it is given, or takes from the process."""
+
+    def run(arguments: Sequence[str] | None = None) -> int:
+        return main([name, *(sys.argv[1:] if arguments is None else arguments)])
+
+    return run
+
+
+def enter() -> NoReturn:
+    """Be the program: run a command, and end the process with its exit code."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, at once where its threads may wait long: for ranks that are gone, or for worker processes."""
+    if code == TERMINATED or (code and "RANK" in os.environ):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _tell(error: Exception, given: argparse.Namespace) -> int:
+    code = exit_code_of(error)
+    _log.debug("traceback:", exc_info=error)
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # as text: what is no number is told here too
+    rank = "" if alone or "RANK" not in os.environ else f"rank {os.environ['RANK']}: "
+    advice = " (--log-level DEBUG shows where)" if not foreseen(error) and "log_level" in given else ""
+    say_error(f"{rank}{one_line(error)}{advice}", kind=getattr(error, "kind", "error"))
+    return code
 
 
 def _parser(words: Sequence[str]) -> OneLineParser:
     """Return a parser that knows every command by name, and the arguments of the one that is asked for."""
     parser = OneLineParser(prog="dspark-store", description="Commands on stores of hidden states.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, entry in MODULES.items():
-        commands.add_parser(name, help=f"{entry.purpose}: the same as python -m dspark_store.{name}")
     for name, entry in COMMANDS.items():
-        command = commands.add_parser(name, help=entry.purpose, description=f"{entry.purpose.capitalize()}.")
+        text = f"{entry.purpose[0].upper()}{entry.purpose[1:]}."
+        command = commands.add_parser(name, help=entry.purpose, description=text)
         if words[:1] == [name]:
             entry.load().add_arguments(command)
     return parser

@@ -1,22 +1,36 @@
-"""What the arguments of every command are made of."""
+"""What commands share: their arguments, and their exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dspark_store.settings import OWN_METADATA, flag, kind_of
 
+DAMAGED = DIFFERENT = 1
+USER_ERROR, UNEXPECTED, INTERRUPTED, TERMINATED = 2, 3, 130, 143
+EXIT_CODES = """\
+exit codes:
+  0    done, and all is well
+  1    a store or checkpoint is not as it should be; of diff, the two stores differ; of evaluate, texts are not the
+       target's own
+  2    a mistake of the user's: a flag, a file, a setting, a full disk
+  3    an unexpected error, such as a lack of memory; or another rank of the job has failed
+  130  interrupted (SIGINT)
+  143  terminated (SIGTERM)"""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises ValueError where argparse prints the usage and exits; so do its subparsers.
 
-    It takes no abbreviations: a word that is nearly a flag is a mistake.
+    It takes no abbreviations: a word that is nearly a flag is a mistake. Its help ends with the exit codes.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's
+        options = {"epilog": EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter, **options}
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
@@ -39,4 +53,23 @@ def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasse
         text = setting.metadata["help"]
         if not isinstance(setting.default, bool) and setting.default not in (dataclasses.MISSING, None, "", ()):
             text += f" (default: {setting.default})"
-        groups.get(title, parser).add_argument(f"--{flag(name)}", default=None, help=text, **options)
+        called = name if setting.metadata.get("positional") else f"--{flag(name)}"
+        groups.get(title, parser).add_argument(called, default=None, help=text, **options)
+
+
+def setting_values(given: argparse.Namespace, known: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
+    """Return the settings that were given as flags."""
+    return {name: value for name in known if (value := getattr(given, name)) is not None}
+
+
+def leads() -> bool:
+    """Whether this process says what all ranks of a job would say alike; known before they have joined."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code of an error: its own attribute ``exit_code``, or 2 for what a user can mend, else 3."""
+    own: int | None = getattr(error, "exit_code", None)
+    if own is not None:
+        return own
+    return USER_ERROR if isinstance(error, ValueError | OSError | ImportError) else UNEXPECTED

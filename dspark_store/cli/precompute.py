@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_store.cli.options import OneLineParser, add_settings
+from dspark_store.cli.options import OneLineParser, add_settings, leads, setting_values
 from dspark_store.precompute.settings import PrecomputeConfig, config_from, settings
 from dspark_store.settings import read_yaml
 from dspark_store.sources.specs import read_words
+from dspark_store.text import log_to_stderr
+
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +26,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, settings())
 
 
+def run(given: argparse.Namespace) -> int:
+    """Do the job, alone or as one of the ranks that torchrun has started; return 0."""
+    config = config_of(given.config, setting_values(given, settings()))
+    config.check()
+    log_to_stderr(config.log_level, quiet=not leads())
+    for note in config.notes:
+        _log.info("%s", note)
+    if config.estimate:
+        from dspark_store.cli.estimate import estimate_precompute
+
+        return estimate_precompute(config)
+    from dspark_store.precompute.run import run
+
+    return run(config)
+
+
 def parse_arguments(arguments: Sequence[str]) -> PrecomputeConfig:
     """Return the settings that a command line gives; raises what `config_of` does."""
-    parser = OneLineParser(prog="python -m dspark_store.precompute")
+    parser = OneLineParser()
     add_arguments(parser)
-    given = vars(parser.parse_args(arguments))
-    return config_of(given.pop("config"), given)
+    given = parser.parse_args(arguments)
+    return config_of(given.config, setting_values(given, settings()))
 
 
 def config_of(path: str | None, given: Mapping[str, Any], **defaults: Any) -> PrecomputeConfig:  # noqa: ANN401 - settings

@@ -11,7 +11,7 @@ from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.readers.cache import Cache, open_cache
-from dspark_store.text import say, say_error, size_text
+from dspark_store.text import say, size_text
 
 DAMAGED = 1
 
@@ -37,8 +37,7 @@ def run(given: argparse.Namespace) -> int:
     except DamagedStoreError as error:
         mendable = given.destination in str(error) and "dspark-store repair" not in str(error)
         advice = f"; {remedy(given.destination)}" if mendable else ""
-        say_error(f"{error}; what is committed in {given.destination} stays{advice}")
-        return DAMAGED
+        raise DamagedStoreError(f"{error}; what is committed in {given.destination} stays{advice}") from error
     if not copied:
         say(f"{given.destination} is complete; nothing to do")
         return 0

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.plan import RepairPlan, repair
-from dspark_store.inspection.repair.roots import BeyondRepairError
-from dspark_store.text import say, say_error
+from dspark_store.text import say
 
 BEYOND_REPAIR = 1
 _SHOWN = 20
@@ -23,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Repair the store and print what was done; return 0, or 1 when it cannot be repaired."""
-    try:
-        plan = repair(given.store, workers_of(given), dry_run=given.dry_run)
-    except BeyondRepairError as error:
-        say_error(error, kind="cannot be repaired")
-        return BEYOND_REPAIR
+    plan = repair(given.store, workers_of(given), dry_run=given.dry_run)
     for line in lines_of(plan, given.store):
         say(line)
     if given.dry_run and not plan.empty:

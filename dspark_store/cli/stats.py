@@ -20,7 +20,7 @@ from dspark_store.inspection.tokenizer import find_tokenizer
 from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache, open_cache
-from dspark_store.text import say, say_error
+from dspark_store.text import say
 
 DAMAGED = 1
 JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
@@ -55,8 +55,7 @@ def run(given: argparse.Namespace) -> int:
             output.mkdir(parents=True, exist_ok=True)
             statistics = _measure(cache, rules, given, workers)
     except DamagedStoreError as error:
-        say_error(f"{error}; dspark-store verify lists all that is wrong")
-        return DAMAGED
+        raise DamagedStoreError(f"{error}; dspark-store verify lists all that is wrong") from error
     written = [output / JSON_NAME]
     _write(written[0], json.dumps(statistics, indent=1, allow_nan=False) + "\n")
     page = _page(statistics)

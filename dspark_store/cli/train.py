@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_store.cli.options import OneLineParser, add_settings
+from dspark_store.cli.options import OneLineParser, add_settings, exit_code_of, leads, setting_values
 from dspark_store.cli.precompute import config_of as precompute_config_of
 from dspark_store.settings import fill_settings, read_yaml, settings_of
+from dspark_store.text import log_to_stderr
 from dspark_store.training.settings import TrainConfig
 
 
@@ -20,12 +21,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, settings_of(TrainConfig))
 
 
+def run(given: argparse.Namespace) -> int:
+    """Train, alone or as one of the ranks that torchrun has started; return 0."""
+    known = settings_of(TrainConfig)
+    try:
+        config = config_of(given.config, setting_values(given, known))
+    except (ValueError, OSError) as error:
+        if leads():
+            raise
+        return exit_code_of(error)  # all ranks were given the same
+    log_to_stderr(config.log_level, quiet=not leads())
+    from dspark_store.training.loop import train
+    from dspark_store.training.ranks import ToldError
+
+    try:
+        return train(config)
+    except ToldError as error:  # another rank has told it
+        return exit_code_of(error.__cause__)
+
+
 def parse_arguments(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings that a command line gives; raises what `config_of` does."""
-    parser = OneLineParser(prog="python -m dspark_store.train")
+    parser = OneLineParser()
     add_arguments(parser)
-    given = vars(parser.parse_args(arguments))
-    return config_of(given.pop("config"), given)
+    given = parser.parse_args(arguments)
+    return config_of(given.config, setting_values(given, settings_of(TrainConfig)))
 
 
 def config_of(path: str | None, given: Mapping[str, Any]) -> TrainConfig:

@@ -16,6 +16,8 @@ class DamagedStoreError(ValueError):
     The message names the object's key and, where it is known, the sample that it hits.
     """
 
+    exit_code = 1
+
 
 class IrregularObjectError(DamagedStoreError, OSError):
     """What stands in an object's place is no regular file, or has more bytes than the object can have.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.precompute.rendezvous import Keys, Rendezvous, meet, place_in_job, whole_number
 from dspark_store.precompute.watch import FAILED, Patience, StoppedError, Watch
-from dspark_store.writers.lock import LostLockError
+from dspark_store.text import one_line
 
 _LEAVING_SECONDS = 600.0
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.001, 0.2
@@ -119,15 +119,6 @@ def _cause(error: BaseException, watch: Watch) -> BaseException:
     except StoppedError as reason:
         return reason
     return StoppedError(cause, FAILED) if cause else error
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message in one line; the name of its kind where it has none, or is nobody's mistake."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    text = " ".join(str(error).split())
-    foreseen = isinstance(error, ValueError | OSError | ImportError | StoppedError | LostLockError)
-    return text if foreseen and text else f"{type(error).__name__}: {text or 'no reason given'}"
 
 
 def leave_together(world: World, seconds: float = _LEAVING_SECONDS) -> None:

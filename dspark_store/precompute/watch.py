@@ -27,7 +27,7 @@ from dspark_store.precompute.rendezvous import RENDEZVOUS_GONE, Keys
 from dspark_store.text import show
 from dspark_store.writers.process import ProcessName
 
-FAILED, TERMINATED = 1, 128 + signal.SIGTERM
+FAILED, TERMINATED = 3, 128 + signal.SIGTERM
 _LAST_LOOK_SECONDS = 0.5
 _TOGETHER = 0.9
 """Share of the longest silence from which on other ranks are named as well: they may wait for the first one, or it for
@@ -36,6 +36,8 @@ them."""
 
 class StoppedError(Exception):
     """The job ends here for a reason that lies outside this rank's work; ``exit_code`` is the process's."""
+
+    kind = "stopped"
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -45,6 +45,8 @@ _STATE_BYTES = 64 * 1024 * 1024
 class DamagedCheckpointError(ValueError):
     """A checkpoint's files are not what was written; the message names it, what is wrong, and the newest whole one."""
 
+    exit_code = 1
+
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, the oldest first."""

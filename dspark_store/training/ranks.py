@@ -75,11 +75,6 @@ class Ranks:
             raise ToldError("another rank has failed, and tells why")
 
 
-def leads() -> bool:
-    """Whether this process is to tell what all ranks would say alike; holds before they have joined, too."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, each of those on a host with a CUDA device of its own.

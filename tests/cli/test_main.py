@@ -1,11 +1,14 @@
 """``dspark-store``: which commands there are, and what all of them have in common."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dspark_store.cli.main import COMMANDS, main
+from dspark_store.cli.options import EXIT_CODES
 
 
 def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -46,10 +49,19 @@ def test_every_command_has_a_help_page(name, capsys):
     assert f"dspark-store {name}" in capsys.readouterr().out
 
 
+def test_the_pages_have_the_exit_codes_that_every_help_ends_with(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "commands" / "index.md").read_text()
+    table = [(code.strip(), text.strip()) for code, text in re.findall(r"^\| (\d+) \|(.*)\|$", page, re.MULTILINE)]
+    lines = re.sub(r"\n {7}", " ", EXIT_CODES).splitlines()[1:]
+    assert [(code, text.replace("`", "")) for code, text in table] == [tuple(line.split(maxsplit=1)) for line in lines]
+    for words in ([], *([name] for name in COMMANDS)):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert capsys.readouterr().out.endswith(f"\n\n{EXIT_CODES}\n")
+
+
 def test_the_list_of_commands_needs_no_torch():
-    lines = (
-        "import sys; from dspark_store.cli import main; main._parser([]).format_help(); print('torch' in sys.modules)"
-    )
+    lines = "import sys; from dspark_store.cli import main; main.main([]); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dspark_store.cli.main import main
-from dspark_store.cli.options import OneLineParser
+from dspark_store.cli.options import OneLineParser, leads
 from dspark_store.settings import nearest
 
 
@@ -27,3 +27,12 @@ def test_the_commands_end_with_exit_code_2_and_one_line(words, named, capsys):
 def test_the_nearest_word_is_suggested_however_far_it_is():
     assert nearest("batchsize", ["seq_length", "batch_size"]) == "batch_size"
     assert nearest("?", ["seq_length"]) == "seq_length"
+
+
+def test_rank_0_leads_and_so_does_a_process_alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert leads()
+    monkeypatch.setenv("RANK", "0")
+    assert leads()
+    monkeypatch.setenv("RANK", "1")
+    assert not leads()

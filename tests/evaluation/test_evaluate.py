@@ -3,8 +3,8 @@ import shutil
 
 import pytest
 
-from dspark_store import evaluate as command
 from dspark_store.evaluate import main
+from dspark_store.evaluation import trial
 from dspark_store.evaluation.judgement import Judgement
 from tests.precompute.jobs import precompute
 from tests.tiny import save_target_dir, tiny_llama, tiny_qwen3, write_chats
@@ -45,12 +45,12 @@ def refused(words, capsys):
 def test_the_command_tells_tokens_a_step_and_that_the_texts_are_the_targets_own(trained, capsys):
     assert main(flags(trained)) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert "tokens a step: 16 tokens in" in first
+    assert "tokens per step: 16 tokens in" in first
     assert second == "2 prompts: 0 texts differ from the target's own, 0 at a near tie"
 
 
 def test_texts_that_differ_end_with_exit_code_1(trained, capsys, monkeypatch):
-    monkeypatch.setattr(command, "evaluate", lambda given: Judgement(prompts=2, tokens=16, steps=8, differing=1))
+    monkeypatch.setattr(trial, "evaluate", lambda config: Judgement(prompts=2, tokens=16, steps=8, differing=1))
     assert main(flags(trained)) == 1
     assert "2 prompts: 1 texts differ from the target's own" in capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def test_half_precision_is_no_error(trained, capsys, dtype):
 
 def test_at_a_temperature_there_is_no_text_to_compare_with(trained, capsys):
     first, second = told(trained, capsys, "--temperature", 1.5)
-    assert "tokens a step: 16 tokens in" in first
+    assert "tokens per step: 16 tokens in" in first
     assert second == "2 prompts: drawn at temperature 1.5"
     assert told(trained, capsys, "--temperature", 1.5) == [first, second]
 
@@ -124,7 +124,7 @@ def test_without_validation_samples_there_is_a_warning(trained, tmp_path, caplog
 
 
 def test_without_prompts_there_is_nothing_to_judge(trained, capsys, monkeypatch):
-    monkeypatch.setattr(command, "prompts_of", lambda cache, samples: iter(()))
+    monkeypatch.setattr(trial, "prompts_of", lambda cache, samples: iter(()))
     assert "there are no prompts" in refused(flags(trained), capsys)
 
 
@@ -132,7 +132,7 @@ def test_an_error_of_a_kind_that_nobody_foresaw_is_one_line_too(trained, capsys,
     def fail(*given, **named):
         raise RuntimeError("CUDA out\nof memory")
 
-    monkeypatch.setattr(command, "load_target", fail)
+    monkeypatch.setattr(trial, "load_target", fail)
     assert main(flags(trained)) == 3
     assert capsys.readouterr().err.splitlines()[-1] == "error: RuntimeError: CUDA out of memory"
 

@@ -142,10 +142,10 @@ def error_lines(text):
     return [line for line in chain(*(part.split("\r") for part in text.split("\n"))) if line.startswith("error: ")]
 
 
-def refused(job, capsys, *, at_once=False):
+def refused(job, capsys, *, at_once=False, code=2):
     """Run a job that must be refused; return its line, which is all that it says when it is refused ``at_once``."""
     capsys.readouterr()
-    assert main(job) == 2
+    assert main(job) == code
     text = capsys.readouterr().err
     (line,) = error_lines(text)
     assert text.endswith(line + "\n")

@@ -1,4 +1,4 @@
-"""Mistakes and damaged stores end the command with one line and exit code 2, and leave nothing half-written."""
+"""Mistakes end the command with one line and exit code 2, damaged stores with 1, and leave nothing half-written."""
 
 import json
 from typing import Any
@@ -155,7 +155,7 @@ def test_a_store_whose_root_is_cut_off_is_refused(job, unfinished, capsys):
     root = unfinished / "zarr.json"
     root.write_bytes(root.read_bytes()[:100])
     before = states_of_files(unfinished)
-    assert "zarr.json" in refused(job("--resume", output=unfinished), capsys, at_once=True)
+    assert "zarr.json" in refused(job("--resume", output=unfinished), capsys, at_once=True, code=1)
     assert states_of_files(unfinished) == before
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_object_that_is_needed_to_go_on_is_named(job, unfinished, caps
     (unfinished / "ledger" / "states" / "c.0.0.0").unlink()
     flip(unfinished / name)
     named = name.removesuffix("/c.0") if name.startswith("index") else name
-    assert named in refused(job("--resume", output=unfinished), capsys)
+    assert named in refused(job("--resume", output=unfinished), capsys, code=1)
     with pytest.raises(ValueError, match="incomplete"):
         ds.open_cache(unfinished)
 
@@ -182,7 +182,7 @@ def test_a_committed_object_whose_end_is_damaged_is_named_and_the_store_not_comp
     content = bytearray((unfinished / name).read_bytes())
     content[-1] ^= 1
     (unfinished / name).write_bytes(content)
-    assert name in refused(job("--resume", output=unfinished), capsys)
+    assert name in refused(job("--resume", output=unfinished), capsys, code=1)
     with pytest.raises(ValueError, match="incomplete"):
         ds.open_cache(unfinished)
 

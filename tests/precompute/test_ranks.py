@@ -6,9 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from dspark_store.precompute.ranks import World, join_world, leave_together, local_rank, one_line
+from dspark_store.precompute.ranks import World, join_world, leave_together, local_rank
 from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import StoppedError, Watch
+from dspark_store.text import one_line
 from dspark_store.writers.lock import LostLockError
 
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")

@@ -101,7 +101,7 @@ def test_a_store_begun_by_a_pipeline_is_finished_by_fully_sharded_ranks(jobs, tm
     """Both give the bits of one device. Tensor-parallel ranks do not, and are refused."""
     store = tmp_path / "store"
     outcome = jobs.start(store, "--pp-size", 2, world=2, plants=jobs.failing("commit", nth=3)).wait()
-    assert outcome.exit_codes == [1, 1]
+    assert outcome.exit_codes == [3, 3]
     outcome = jobs.start(store, "--resume", "--tp-size", 2, world=2).wait()
     assert outcome.exit_codes[0] == 2
     assert "was begun in the equality class 'cpu exact' and this run is in 'cpu tp2-compute'" in outcome.log

@@ -39,7 +39,7 @@ def check_resumes(jobs, store):
 def check_failure(jobs, store, flags, stage, rank):
     gate = stage not in BEFORE_SHARDS
     outcome = jobs.start(store, *flags, world=3, plants=jobs.failing(stage, rank), gate=gate).wait()
-    assert outcome.exit_codes == [1, 1, 1], outcome.log
+    assert outcome.exit_codes == [3, 3, 3], outcome.log
     assert (outcome.ends.overdue, outcome.ends.left) == (False, 0)
     assert outcome.seconds_after(outcome.planted) < ENOUGH_SECONDS
     for number, log in enumerate(outcome.logs):
@@ -63,7 +63,7 @@ def test_a_mistake_that_rank_0_finds_before_the_others_have_work_ends_all_with_o
     data = tmp_path / "bad.jsonl"
     data.write_text('{"messages": 3}\n')
     outcome = jobs.start(tmp_path / "store", "--input-data", data, world=3).wait()
-    assert outcome.exit_codes == [2, 1, 1]
+    assert outcome.exit_codes == [2, 3, 3]
     line = f"{data}, line 1: messages must be a list of at least one message, got 3"
     assert [f"rank 0: {line}" in log for log in outcome.logs] == [True] * 3
     assert outcome.seconds < ENOUGH_SECONDS
@@ -74,7 +74,7 @@ def test_a_mistake_that_rank_0_finds_before_the_others_have_work_ends_all_with_o
 def test_a_rank_that_hangs_while_another_fails_is_ended(jobs, tmp_path):
     plants = (Plant(1, "forward", "sleep", 60), Plant(2, "forward"))
     outcome = jobs.start(tmp_path / "store", *FSDP, world=3, plants=plants, gate=True).wait()
-    assert outcome.exit_codes == [1, 1, 1], outcome.log
+    assert outcome.exit_codes == [3, 3, 3], outcome.log
     assert outcome.seconds_after(outcome.planted) < ENOUGH_SECONDS
     assert ["rank 2: RuntimeError: planted in forward" in log for log in outcome.logs] == [True] * 3
     check_resumes(jobs, tmp_path / "store")
@@ -90,7 +90,7 @@ def test_when_a_rank_is_killed_the_others_end(jobs, tmp_path, flags, victim):
     outcome = jobs.start(
         tmp_path / "store", *flags, world=3, plants=pace, strike=Strike((victim,), event="forward"), gate=True
     ).wait()
-    assert outcome.exit_codes == [-9 if rank == victim else 1 for rank in range(3)]
+    assert outcome.exit_codes == [-9 if rank == victim else 3 for rank in range(3)]
     assert outcome.seconds_after(outcome.ends.struck) < ENOUGH_SECONDS
     why = "the rendezvous of the job is gone" if victim == 0 else f"rank {victim} (process "
     assert [why in log for rank, log in enumerate(outcome.logs) if rank != victim] == [True, True], outcome.log
@@ -138,7 +138,7 @@ def test_sigterm_to_one_rank_ends_all(jobs, tmp_path, flags):
     pace = tuple(Plant(rank, "forward", "each", 0.05) for rank in range(3))
     strike = Strike((1,), event="forward", number=signal.SIGTERM)
     outcome = jobs.start(tmp_path / "store", *flags, world=3, plants=pace, strike=strike).wait()
-    assert outcome.exit_codes == [1, 143, 1], outcome.log
+    assert outcome.exit_codes == [3, 143, 3], outcome.log
     assert outcome.seconds_after(outcome.ends.struck) < ENOUGH_SECONDS
     assert "rank 1: terminated" in outcome.logs[2]
     check_resumes(jobs, tmp_path / "store")
@@ -150,7 +150,7 @@ def test_processes_that_tokenise_end_with_their_rank(jobs, tmp_path, number):
     strike = Strike((0,), event="tokenise", number=number, met=True)
     pace = (Plant(0, "tokenise", "each", 0.5),)
     outcome = jobs.start(tmp_path / "store", "--num-workers", 2, world=2, plants=pace, strike=strike).wait()
-    assert outcome.exit_codes == [143 if number == signal.SIGTERM else -9, 1], outcome.log
+    assert outcome.exit_codes == [143 if number == signal.SIGTERM else -9, 3], outcome.log
     assert outcome.ends.left == 0
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_makes_no_progress_ends_the_job_and_is_named(jobs, tmp_path,
     plants = (Plant(rank, stage, "sleep", 300),)
     gate = stage not in BEFORE_SHARDS
     outcome = jobs.start(tmp_path / "store", *flags, *minutes, world=3, plants=plants, gate=gate).wait()
-    assert outcome.exit_codes == [1, 1, 1], outcome.log
+    assert outcome.exit_codes == [3, 3, 3], outcome.log
     assert [f"{named} made no progress for 0.05 minutes" in log for log in outcome.logs] == [True] * 3, outcome.log
     assert outcome.seconds_after(outcome.planted) < STALL_SECONDS + ENOUGH_SECONDS
     check_resumes(jobs, tmp_path / "store")
@@ -193,7 +193,7 @@ def test_a_rank_whose_process_is_stopped_ends_the_job(jobs, tmp_path):
     flags = ("--timeout-minutes", STALL_SECONDS / 60)
     job = jobs.start(tmp_path / "store", *flags, world=3, plants=pace, strike=strike, gate=True, limit=30.0)
     outcome = job.wait()
-    assert outcome.exit_codes == [1, -9, 1], outcome.log
+    assert outcome.exit_codes == [3, -9, 3], outcome.log
     assert ["rank 1 has made no progress" in outcome.logs[rank] for rank in (0, 2)] == [True, True], outcome.log
 
 

@@ -117,7 +117,7 @@ def test_a_job_that_loses_its_lock_while_it_finishes_a_shard_does_not_commit_it(
     output = tmp_path / "store"
     with monkeypatch.context() as patch:
         losing_lock(patch, output, owner, "finish", when)
-        assert main(arguments(llama, chats, output)) == 1
+        assert main(arguments(llama, chats, output)) == 3
     assert capsys.readouterr().err.endswith(f"stopped: {output} was taken over by another job; this one ends\n")
     assert list((output / "ledger" / "states").glob("c.*")) == []
     assert len(list(output.glob("target_*/c.*"))) == objects
@@ -127,7 +127,7 @@ def test_a_job_that_loses_its_lock_while_it_finishes_a_shard_does_not_commit_it(
 
 def test_a_job_that_loses_its_lock_while_it_tokenises_goes_on_for_no_shard(llama, chats, tmp_path, monkeypatch, capsys):
     losing_lock(monkeypatch, tmp_path / "store", tokenise_module, "write_token_shard")
-    assert main(arguments(llama, chats, tmp_path / "store")) == 1
+    assert main(arguments(llama, chats, tmp_path / "store")) == 3
     assert "was taken over by another job" in capsys.readouterr().err
     assert token_ledger(LocalStorage(tmp_path / "store")).committed() == [0]
 

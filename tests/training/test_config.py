@@ -61,8 +61,11 @@ def test_what_a_store_is_not_ends_the_command_in_one_line(store, tmp_path, capsy
 
 def test_an_error_of_a_kind_that_nobody_foresaw_is_one_line_too(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dspark_store.training.loop.build_draft", fail)
-    assert main(flags(tmp_path / "run", "--store", store)) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: RuntimeError: CUDA out of memory"
+    assert main(flags(tmp_path / "run", "--store", store)) == 3
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "error: RuntimeError: CUDA out of memory (--log-level DEBUG shows where)"
+    )
 
 
 def fail(*given):

@@ -19,7 +19,7 @@ from tests.training.runs import flags, metrics, run
 ENVIRONMENT = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HELD = (
-    rf"error: .*run is being written by process {os.getpid()} on {re.escape(socket.gethostname())} since "
+    rf"error: (?:rank \d: )?.*run is being written by process {os.getpid()} on {re.escape(socket.gethostname())} since "
     r"20\d\d-\d\d-\d\d \d\d:\d\d UTC \(last sign of life \d+ s ago\); wait for it, or end it"
 )
 
@@ -79,7 +79,7 @@ def test_a_training_that_loses_its_lock_ends_and_writes_no_more(store, tmp_path,
 
     monkeypatch.setattr(Training, "_now_and_then", lose)
     more = ("--store", store, "--epochs", 4, "--max-steps", 8, "--checkpoint-every", 2, "--tensorboard")
-    assert main(flags(directory, *more)) == 1
+    assert main(flags(directory, *more)) == 3
     assert "was taken over by another job" in capsys.readouterr().err.splitlines()[-1]
     assert states_of_files(directory) == left
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_was_being_written_when_the_lock_was_lost_does_not_app
         (directory / LOCK_KEY).unlink(missing_ok=True)
 
     monkeypatch.setattr("dspark_store.training.checkpoint._sync", lose)
-    assert main(flags(directory, "--store", store, "--max-steps", 2)) == 1
+    assert main(flags(directory, "--store", store, "--max-steps", 2)) == 3
     assert list((directory / "checkpoints").iterdir()) == []
 
 

@@ -242,7 +242,7 @@ def test_a_training_from_a_store_does_not_even_import_what_runs_a_target(store, 
 
 
 def test_a_gradient_that_is_not_finite_ends_the_command(store, tmp_path, capsys):
-    assert main(flags(tmp_path / "run", "--store", store, "--learning-rate", 1e30, "--warmup-ratio", 0)) == 1
+    assert main(flags(tmp_path / "run", "--store", store, "--learning-rate", 1e30, "--warmup-ratio", 0)) == 3
     assert "is not finite" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -285,6 +285,6 @@ def test_ranks_that_have_the_same_error_tell_it_once(store, tmp_path):
     command = [*launcher, "dspark_store.train", *flags(tmp_path / "run", "--store", store, "--mask-token-id", 288)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert told == ["error: mask_token_id 288 is outside the vocabulary of 288"]
+    told = [line[15:] for line in done.stderr.splitlines() if line.startswith("error: rank ")]
+    assert told == ["mask_token_id 288 is outside the vocabulary of 288"]
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -7,7 +7,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # in C, no
 
 from dspark_store.cli.train import parse_arguments
 from dspark_store.training.checkpoint import found_checkpoint
-from dspark_store.training.ranks import Ranks, joined_ranks, leads
+from dspark_store.training.ranks import Ranks, joined_ranks
 from tests.training.runs import flags, run
 from tests.training.started import end_with_the_same_error
 
@@ -87,12 +87,3 @@ def test_half_a_job_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 but MASTER_ADDR is not set"), joined_ranks(CPU):
         pass
-
-
-def test_rank_0_leads_and_so_does_a_process_alone(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert leads()
-    monkeypatch.setenv("RANK", "0")
-    assert leads()
-    monkeypatch.setenv("RANK", "1")
-    assert not leads()

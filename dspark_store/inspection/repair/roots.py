@@ -31,6 +31,9 @@ _LOOKED_AT = 8
 class BeyondRepairError(ValueError):
     """What is damaged in a store can neither be proved from the rest of it, nor made again."""
 
+    exit_code = 1
+    kind = "cannot be repaired"
+
 
 @dataclass(frozen=True, slots=True)
 class SealedRoot:
