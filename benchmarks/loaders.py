@@ -13,30 +13,32 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.costs import elapsed
 from benchmarks.measure import default_setting
-from benchmarks.peer_writing import stored_size, ways_to_write
+from benchmarks.peer_writing import ways_to_write
 from benchmarks.peers import (
     PIPELINES,
     Contender,
-    DaskReader,
-    Limited,
-    MappedRagged,
-    Ours,
-    SafetensorsShards,
-    TensorStoreReader,
-    ZarrPython,
+    dask_reader,
+    limited,
+    mapped_ragged,
+    ours,
+    rate_table,
+    safetensors_shards,
+    tensorstore_reader,
+    zarr_python,
 )
-from benchmarks.rate_tables import rate_table, read_table
 from benchmarks.samples import Samples, stored_samples, synthetic_samples, write_samples
-from benchmarks.storage import RateLimit, RateLimitedStorage, drop_from_cache
+from benchmarks.storage import RateLimit, RateLimitedStorage, distinct_files, drop_from_cache
 from benchmarks.tables import Column, PeerComparison, Recorder, Table, usable_cores
 from dspark_store import Cache, open_cache
 from dspark_store.format.codecs import CRC_BYTES
@@ -98,11 +100,8 @@ def decode_reference(cache: Cache) -> Callable[[Sequence[int]], float]:
 
     def measure(batch: Sequence[int]) -> float:
         chunks = [chunk for sample in batch for chunk in stored_chunks(cache, sample)]
-        started = time.perf_counter()
-        jobs = [pool.submit(chain.compressor.decompress, chunk, scratch[at % 64]) for at, chunk in enumerate(chunks)]
-        for job in jobs:
-            job.result()
-        return time.perf_counter() - started
+        decode = partial(pool.map, chain.compressor.decompress, chunks, cycle(scratch))
+        return elapsed(lambda: list(decode())).clock
 
     return measure
 
@@ -117,30 +116,29 @@ def alternate(
             if cold:
                 contender.close()
                 drop_from_cache(contender.files)
-            started = time.perf_counter()
-            contender.batch(batch)
-            rates[contender.name].append(len(batch) / (time.perf_counter() - started))
+            time = elapsed(partial(contender.batch, batch))
+            rates[contender.name].append(len(batch) / time.clock)
     return rates
 
 
 def measure_warm(samples: Samples, place: Path, stores: Mapping[str, Path], repeats: int, title: str) -> Table:
     """Measure this reader with each codec beside the peers' fastest ways."""
     peers = layout_peers(stores, place)
-    ours: list[Contender] = []
+    mine: list[Contender] = []
     for codec, store in stores.items():
         for verify in (True, False) if codec == "none" else (True,):
             for layout in ("stacked", "flat"):
                 name = f"ours, {codec}, {layout}" + ("" if verify else ", checksums off")
-                ours.append(Ours(name, open_cache(store, threads=THREADS, verify=verify), layout))
-    contenders = [*peers, *ours]
+                mine.append(ours(name, open_cache(store, threads=THREADS, verify=verify), layout))
+    contenders = [*peers, *mine]
     alternate(contenders, random_batches(len(samples.lengths), 3), cold=False)
     batches = random_batches(len(samples.lengths), repeats)
     rates = alternate(contenders, batches, cold=False)
     default = open_cache(stores["default"], threads=THREADS)
-    reference, mine = decode_reference(default), Ours("ours", default, "stacked")
-    mine.batch(batches[0])
-    pairs = [(reference(batch), _timed(mine, batch)) for batch in batches]
-    ratio = statistics.median(plain for plain, _ in pairs) / statistics.median(ours for _, ours in pairs)
+    reference, reader = decode_reference(default), ours("ours", default, "stacked")
+    reader.batch(batches[0])
+    pairs = [(reference(batch), elapsed(partial(reader.batch, batch)).clock) for batch in batches]
+    ratio = statistics.median(plain for plain, _ in pairs) / statistics.median(whole for _, whole in pairs)
     note = f"Codec default against two plain threads that decode the same chunks, in memory: {ratio:.2f}."
     table = read_table(title, rates, contenders, samples, peers[0].name, [note])
     plain = PeerComparison(title, "ours, default, stacked", "two plain threads decoding the same chunks", ratio)
@@ -150,26 +148,34 @@ def measure_warm(samples: Samples, place: Path, stores: Mapping[str, Path], repe
 def layout_peers(stores: Mapping[str, Path], place: Path) -> list[Contender]:
     """Return the peers with a layout of their own; their files are made where they are not there yet."""
     plain = open_cache(stores["none"], threads=THREADS)
-    return [SafetensorsShards(plain, place / "safetensors"), MappedRagged(plain, place / "ragged")]
+    return [safetensors_shards(plain, place / "safetensors"), mapped_ragged(plain, place / "ragged")]
 
 
 def zarr_peers(store: Path) -> list[Contender]:
     """Return the other readers of a store of ours."""
     cache = open_cache(store, threads=THREADS)
-    pipelines = [ZarrPython(name, cache, store, pipeline) for name, pipeline in PIPELINES.items()]
-    return [*pipelines, TensorStoreReader(cache, store), DaskReader(cache, store)]
+    pipelines = [zarr_python(name, cache, store, pipeline) for name, pipeline in PIPELINES.items()]
+    return [*pipelines, tensorstore_reader(cache, store), dask_reader(cache, store)]
 
 
-def _timed(contender: Contender, batch: Sequence[int]) -> float:
-    started = time.perf_counter()
-    contender.batch(batch)
-    return time.perf_counter() - started
+def read_table(
+    title: str,
+    rates: Mapping[str, Sequence[float]],
+    contenders: Sequence[Contender],
+    samples: Samples,
+    base: str,
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return the `rate_table` of reading."""
+    count = len(samples.lengths)
+    stored = {contender.name: contender.stored_bytes(range(count)) / count for contender in contenders}
+    return rate_table(title, rates, stored, samples, base, notes)
 
 
 def measure_zarr(samples: Samples, stores: Mapping[str, Path], repeats: int, title: str) -> Table:
     """Measure the same store through other Zarr implementations."""
     store = stores["default"]
-    contenders = [Ours("ours, default, flat", open_cache(store, threads=THREADS), "flat"), *zarr_peers(store)]
+    contenders = [ours("ours, default, flat", open_cache(store, threads=THREADS), "flat"), *zarr_peers(store)]
     alternate(contenders, random_batches(len(samples.lengths), 1), cold=False)
     rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=False)
     return read_table(title, rates, contenders, samples, contenders[1].name)
@@ -179,7 +185,7 @@ def measure_cold(samples: Samples, place: Path, stores: Mapping[str, Path], repe
     """Measure with files dropped from the page cache before every batch."""
     contenders: list[Contender] = [
         *layout_peers(stores, place),
-        *(Ours(f"ours, {codec}, flat", open_cache(store), "flat") for codec, store in stores.items()),
+        *(ours(f"ours, {codec}, flat", open_cache(store), "flat") for codec, store in stores.items()),
         *zarr_peers(stores["default"]),
     ]
     rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=True)
@@ -193,9 +199,9 @@ def measure_limited(
     """Measure behind a line of ``rate`` bytes a second; our own reads go over it one by one."""
     limit = RateLimit(rate)
     peers = [*layout_peers(stores, place), *zarr_peers(stores["default"])]
-    contenders: list[Contender] = [Limited(peer, limit) for peer in peers]
+    contenders: list[Contender] = [limited(peer, limit) for peer in peers]
     for codec, store in stores.items():
-        contenders.append(Ours(f"ours, {codec}, flat", Cache(RateLimitedStorage(store, limit)), "flat"))
+        contenders.append(ours(f"ours, {codec}, flat", Cache(RateLimitedStorage(store, limit)), "flat"))
     rates = alternate(contenders, random_batches(len(samples.lengths), repeats), cold=False)
     note = (
         "A peer's batch takes the longer one of its bytes over the line and its reading from memory, as if they "
@@ -212,10 +218,8 @@ def measure_writing(samples: Samples, place: Path, repeats: int, title: str) -> 
     stored: dict[str, float] = {}
     for _ in range(repeats):
         for name, write in ways.items():
-            started = time.perf_counter()
-            write(place / "written")
-            rates[name].append(len(samples.lengths) / (time.perf_counter() - started))
-            stored[name] = stored_size(place / "written") / len(samples.lengths)
+            rates[name].append(len(samples.lengths) / elapsed(partial(write, place / "written")).clock)
+            stored[name] = sum(distinct_files(place / "written").values()) / len(samples.lengths)
             shutil.rmtree(place / "written")
     note = "Every way ends when its files are on the disk. Ours also writes checksums, digests, ledger and index."
     return rate_table(title, rates, stored, samples, "safetensors shards (NeMo)", [note])

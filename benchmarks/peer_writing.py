@@ -8,7 +8,6 @@ and write each shard again.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 from benchmarks.peers import PIPELINES
 from benchmarks.samples import Samples, write_samples
+from benchmarks.storage import sync_files
 from dspark_store.format.dtypes import tensor_bits
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 
@@ -35,7 +35,7 @@ def ways_to_write(samples: Samples, schemas: Mapping[str, StoreSchema], threads:
     """
     default = schemas["default"]
     ours: dict[str, Write] = {
-        f"ours, {codec}": partial(_write_ours, samples, schema, threads) for codec, schema in schemas.items()
+        f"ours, {codec}": partial(write_samples, samples, schema, threads=threads) for codec, schema in schemas.items()
     }
     return {
         **ours,
@@ -45,24 +45,6 @@ def ways_to_write(samples: Samples, schemas: Mapping[str, StoreSchema], threads:
         "TensorStore": partial(_write_tensorstore, samples, default),
         "dask.array.store": partial(_write_dask, samples, default),
     }
-
-
-def sync_files(place: Path) -> None:
-    """Bring every file of a directory to the disk."""
-    for path in place.rglob("*"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def stored_size(place: Path) -> int:
-    """Return the bytes of the files of a directory; one with two names counts once."""
-    files = {(stat.st_ino, stat.st_size) for path in place.rglob("*") if path.is_file() for stat in (path.stat(),)}
-    return sum(size for _, size in files)
-
-
-def _write_ours(samples: Samples, schema: StoreSchema, threads: int, place: Path) -> None:
-    write_samples(samples, schema, place, threads)
 
 
 def _write_safetensors(samples: Samples, schema: StoreSchema, place: Path) -> None:

@@ -1,15 +1,15 @@
 """The same samples as other projects keep them, and batches of them read as those projects read.
 
-Each contender has ``prepare`` (write its files from a store, once) and ``batch`` (the four cache keys, stacked). They
-follow the public descriptions of the peers' layouts and access patterns, not their code.
+They follow the public descriptions of the peers' layouts and access patterns, not their code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ import zarr
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.storage import RateLimit
+from benchmarks.costs import spread
+from benchmarks.samples import Samples
+from benchmarks.storage import RateLimit, distinct_files
+from benchmarks.tables import Column, PeerComparison, Table
 from dspark_store import CACHE_KEYS, Cache
 from dspark_store.readers.tensors import Layout
 
@@ -25,8 +28,6 @@ type Batch = dict[str, Any]
 
 IDS, MASK, LAYERS, LAST = CACHE_KEYS
 _ALIGNMENT = 8
-
-
 PIPELINES = {
     "zarr-python, default pipeline": "zarr.core.codec_pipeline.BatchedCodecPipeline",
     "zarr-python, fused pipeline": "zarr.core.codec_pipeline.FusedCodecPipeline",
@@ -34,250 +35,225 @@ PIPELINES = {
 }
 
 
-class Contender(Protocol):
-    """One way to keep and read samples."""
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to keep and read samples.
+
+    ``batch`` returns the four keys of some samples, each with a first axis of the batch; ``stored_bytes`` what samples
+    take on storage; ``close`` lets go of files.
+    """
 
     name: str
     files: Path
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """Return the four keys of some samples, each with a first axis of the batch."""
-        ...
-
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """Return the bytes that some samples take on storage."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files."""
-        ...
+    batch: Callable[[Sequence[int]], Batch]
+    stored_bytes: Callable[[Sequence[int]], int]
+    close: Callable[[], None]
 
 
-class Ours:
-    """This project's reader, with ``threads`` threads into one batch's memory that is used again."""
+def ours(name: str, cache: Cache, layout: Layout) -> Contender:
+    """Return this project's reader, into one batch's memory that is used again."""
+    reused: dict[str, torch.Tensor] = {}
+    files = Path(str(getattr(cache.storage, "root", "")))
 
-    def __init__(self, name: str, cache: Cache, layout: Layout) -> None:
-        self.name = name
-        self.files = Path(str(getattr(cache.storage, "root", "")))
-        self._cache = cache
-        self._layout: Layout = layout
-        self._out: dict[str, torch.Tensor] | None = None
+    def batch(samples: Sequence[int]) -> Batch:
+        out = reused if reused and len(reused[IDS]) == len(samples) else None
+        reused.update(cache.read(samples, layout=layout, out=out))
+        return reused
 
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        out = self._out if self._out is not None and len(self._out[IDS]) == len(samples) else None
-        self._out = self._cache.read(samples, layout=self._layout, out=out)
-        return self._out
-
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`: the mean over the store, since samples compress alike."""
-        schema = self._cache.schema
-        total = sum(self._cache.index.shard_bytes(shard) for shard in range(schema.tokens.num_shards))
-        return round(total * len(samples) / len(self._cache))
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._cache.close()
+    return Contender(name, files, batch, _mean_bytes(cache, files), cache.close)
 
 
-class SafetensorsShards:
-    """NeMo Automodel's cache: padded safetensors shards; a slice a key and sample, then a stack."""
+def _mean_bytes(cache: Cache, files: Path) -> Callable[[Sequence[int]], int]:
+    """Return what some samples take: the mean over the store, since samples compress alike."""
+    total = sum(distinct_files(files, "*/c.*").values())
+    return lambda samples: round(total * len(samples) / len(cache))
 
-    name = "safetensors, slice and stack (NeMo)"
 
-    def __init__(self, cache: Cache, place: Path) -> None:
-        self.files = place
-        self._shard_size = cache.schema.shard_size
-        self._handles: dict[int, Any] = {}
-        schema = cache.schema
-        vectors = (schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize
-        self._sample_bytes = schema.seq_length * (vectors + 16)
-        if not place.exists():
-            place.mkdir(parents=True)
-            for shard in range(schema.tokens.num_shards):
-                save_file(cache.read(list(schema.tokens.rows(shard))), place / f"shard-{shard:06d}.safetensors")
+def safetensors_shards(cache: Cache, place: Path) -> Contender:
+    """Return NeMo Automodel's cache: padded safetensors shards; a slice per key and sample, then a stack."""
+    schema, handles = cache.schema, dict[int, Any]()
+    sample_bytes = schema.seq_length * (_vector_bytes(cache) + 16)
+    if not place.exists():
+        place.mkdir(parents=True)
+        for shard in range(schema.tokens.num_shards):
+            save_file(cache.read(list(schema.tokens.rows(shard))), place / f"shard-{shard:06d}.safetensors")
 
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        items = []
-        for sample in samples:
-            shard, row = divmod(sample, self._shard_size)
-            if shard not in self._handles:
-                path = self.files / f"shard-{shard:06d}.safetensors"
-                self._handles[shard] = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call] # untyped
-            items.append({key: self._handles[shard].get_slice(key)[row] for key in CACHE_KEYS})
+    def item(sample: int) -> Batch:
+        shard, row = schema.tokens.locate(sample)
+        if shard not in handles:
+            opened: Any = safe_open(place / f"shard-{shard:06d}.safetensors", framework="pt")  # it is not annotated
+            handles[shard] = opened.__enter__()
+        return {key: handles[shard].get_slice(key)[row] for key in CACHE_KEYS}
+
+    def batch(samples: Sequence[int]) -> Batch:
+        items = [item(sample) for sample in samples]
         return {key: torch.stack([item[key] for item in items]) for key in CACHE_KEYS}
 
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return len(samples) * self._sample_bytes
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._handles.clear()
+    name = "safetensors, slice and stack (NeMo)"
+    return Contender(name, place, batch, lambda samples: len(samples) * sample_bytes, handles.clear)
 
 
-class MappedRagged:
-    """DeepSpec's cache: raw ragged samples in one file, mapped; a copy a sample, padded to the batch's longest."""
+def mapped_ragged(cache: Cache, place: Path) -> Contender:
+    """Return DeepSpec's cache: raw ragged samples in one mapped file; a copy per sample, padded to the longest."""
+    lengths, dtype = cache.lengths.astype(np.int64), cache.dtype
+    state = cache.schema.hidden_size * dtype.itemsize
+    sizes = -(-lengths * (_vector_bytes(cache) + 5) // _ALIGNMENT) * _ALIGNMENT
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    mapped: list[np.ndarray] = []
+    if not place.exists():
+        place.mkdir(parents=True)
+        with (place / "samples.bin").open("wb") as file:
+            for sample, length in enumerate(lengths.tolist()):
+                file.seek(int(offsets[sample]))
+                row = cache.read([sample], positions=slice(0, length))
+                row |= {IDS: row[IDS].int(), MASK: row[MASK].byte()}
+                for key in (IDS, LAYERS, LAST, MASK):
+                    file.write(row[key][0].contiguous().view(torch.uint8).numpy().tobytes())
+            file.truncate(int(offsets[-1]))
 
-    name = "mmap of ragged rows, copy and pad (DeepSpec)"
+    def item(sample: int) -> Batch:
+        length = int(lengths[sample])
+        raw = torch.from_numpy(np.array(mapped[0][offsets[sample] : offsets[sample + 1]]))
+        cuts = np.cumsum([4 * length, cache.schema.num_layers * state * length, state * length, length]).tolist()
+        ids, layers, last, mask = (raw[start:stop] for start, stop in zip([0, *cuts], cuts, strict=False))
+        states = {LAYERS: layers.view(dtype).view(length, -1), LAST: last.view(dtype).view(length, -1)}
+        return {IDS: ids.view(torch.int32).long(), MASK: mask.long(), **states}
 
-    def __init__(self, cache: Cache, place: Path) -> None:
-        schema = cache.schema
-        self.files = place
-        self._width = schema.hidden_size
-        self._layers = schema.num_layers
-        self._dtype = cache.dtype
-        self._lengths = cache.lengths.astype(np.int64)
-        vectors = (schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize
-        sizes = -(-self._lengths * (vectors + 5) // _ALIGNMENT) * _ALIGNMENT
-        self._offsets = np.concatenate([[0], np.cumsum(sizes)])
-        self._map: np.ndarray | None = None
-        if not place.exists():
-            place.mkdir(parents=True)
-            with (place / "samples.bin").open("wb") as file:
-                for sample in range(len(cache)):
-                    file.seek(int(self._offsets[sample]))
-                    item = cache.read([sample], positions=slice(0, int(self._lengths[sample])))
-                    for key, dtype in ((IDS, torch.int32), (LAYERS, None), (LAST, None), (MASK, torch.uint8)):
-                        values = item[key][0] if dtype is None else item[key][0].to(dtype)
-                        file.write(values.contiguous().view(torch.uint8).numpy().tobytes())
-                file.truncate(int(self._offsets[-1]))
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        if self._map is None:
-            self._map = np.memmap(self.files / "samples.bin", np.uint8, "r")
-        items = [self._item(sample) for sample in samples]
+    def batch(samples: Sequence[int]) -> Batch:
+        if not mapped:
+            mapped.append(np.memmap(place / "samples.bin", np.uint8, "r"))
+        items = [item(sample) for sample in samples]
         longest = max(len(item[IDS]) for item in items)
         return {key: torch.stack([_pad(item[key], longest) for item in items]) for key in CACHE_KEYS}
 
-    def _item(self, sample: int) -> Batch:
-        if self._map is None:
-            raise RuntimeError("the file is not mapped")
-        length = int(self._lengths[sample])
-        raw = torch.from_numpy(np.array(self._map[self._offsets[sample] : self._offsets[sample + 1]]))
-        state = length * self._width * self._dtype.itemsize
-        cuts = np.cumsum([4 * length, self._layers * state, state, length]).tolist()
-        ids, layers, last, mask = (raw[start:stop] for start, stop in zip([0, *cuts], cuts, strict=False))
-        return {
-            IDS: ids.view(torch.int32).long(),
-            MASK: mask.long(),
-            LAYERS: layers.view(self._dtype).view(length, -1),
-            LAST: last.view(self._dtype).view(length, self._width),
-        }
+    name = "mmap of ragged rows, copy and pad (DeepSpec)"
+    return Contender(name, place, batch, lambda samples: int(sizes[list(samples)].sum()), mapped.clear)
 
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return int((self._offsets[np.array(samples) + 1] - self._offsets[list(samples)]).sum())
 
-    def close(self) -> None:
-        """See `Contender`."""
-        self._map = None
+def _vector_bytes(cache: Cache) -> int:
+    """Return the bytes of a position's K + 1 vectors."""
+    return (cache.schema.num_layers + 1) * cache.schema.hidden_size * cache.schema.dtype.itemsize
 
 
 def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, length - len(values)))
 
 
-class Limited:
-    """A contender whose bytes come over a line while it works on them in memory.
+def limited(contender: Contender, limit: RateLimit) -> Contender:
+    """Return a contender whose bytes come over a line while it works on them in memory.
 
     That is the best that it could do: all of its work behind its reading, and a batch is there when both are over.
     """
 
-    def __init__(self, contender: Contender, limit: RateLimit) -> None:
-        self.name = contender.name
-        self.files = contender.files
-        self._contender = contender
-        self._limit = limit
+    def batch(samples: Sequence[int]) -> Batch:
+        arrives = limit.reserve(contender.stored_bytes(samples))
+        made = contender.batch(samples)
+        limit.wait(arrives)
+        return made
 
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        arrives = self._limit.reserve(self._contender.stored_bytes(samples))
-        batch = self._contender.batch(samples)
-        self._limit.wait(arrives)
-        return batch
-
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return self._contender.stored_bytes(samples)
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._contender.close()
+    return replace(contender, batch=batch)
 
 
-class _OurStore:
-    """Our store through another implementation: its arrays, by cache key, are opened when they are first read."""
+def _other_reader(
+    name: str, cache: Cache, files: Path, opened: Callable[[Path], Any], read: Callable[[Any, Sequence[int]], Any]
+) -> Contender:
+    """Return our store through another implementation, whose arrays are opened when they are first read."""
+    arrays: dict[str, Any] = {}
 
-    def __init__(self, name: str, cache: Cache, files: Path) -> None:
-        self.name = name
-        self.files = files
-        self._ours = Ours(name, cache, "flat")
-        self._arrays: dict[str, Any] = {}
+    def batch(samples: Sequence[int]) -> Batch:
+        if not arrays:
+            arrays.update({key: opened(files / key) for key in CACHE_KEYS})
+        return {key: read(array, samples) for key, array in arrays.items()}
 
-    def stored_bytes(self, samples: Sequence[int]) -> int:
-        """See `Contender`."""
-        return self._ours.stored_bytes(samples)
-
-    def close(self) -> None:
-        """See `Contender`."""
-        self._arrays.clear()
+    return Contender(name, files, batch, _mean_bytes(cache, files), arrays.clear)
 
 
-class ZarrPython(_OurStore):
-    """Our store through zarr-python, with one of its codec pipelines."""
+def zarr_python(name: str, cache: Cache, files: Path, pipeline: str) -> Contender:
+    """Return our store through zarr-python, with one of its codec pipelines."""
+    reader = _other_reader(
+        name,
+        cache,
+        files,
+        lambda path: zarr.open_array(path, mode="r"),
+        lambda array, samples: array.oindex[sorted(samples)],
+    )
 
-    def __init__(self, name: str, cache: Cache, files: Path, pipeline: str) -> None:
-        super().__init__(name, cache, files)
-        self._pipeline = pipeline
+    def batch(samples: Sequence[int]) -> Batch:
+        with zarr.config.set({"codec_pipeline.path": pipeline}):
+            return reader.batch(samples)
 
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        with zarr.config.set({"codec_pipeline.path": self._pipeline}):
-            if not self._arrays:
-                group = zarr.open_group(self.files, mode="r")
-                self._arrays = {key: group[key] for key in CACHE_KEYS}
-            rows = sorted(samples)
-            return {key: array.oindex[rows] for key, array in self._arrays.items()}
-
-
-class TensorStoreReader(_OurStore):
-    """Our store through TensorStore."""
-
-    def __init__(self, cache: Cache, files: Path) -> None:
-        super().__init__("TensorStore", cache, files)
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        import tensorstore
-
-        if not self._arrays:
-            for key in CACHE_KEYS:
-                spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(self.files / key)}}
-                self._arrays[key] = tensorstore.open(spec, read=True).result()
-        futures = {key: [array[sample].read() for sample in samples] for key, array in self._arrays.items()}
-        return {key: np.stack([future.result() for future in rows]) for key, rows in futures.items()}
+    return replace(reader, batch=batch)
 
 
-class DaskReader(_OurStore):
-    """Our store through dask's own Zarr reader."""
+def tensorstore_reader(cache: Cache, files: Path) -> Contender:
+    """Return our store through TensorStore."""
+    import tensorstore
 
-    def __init__(self, cache: Cache, files: Path) -> None:
-        super().__init__("dask.array.from_zarr", cache, files)
+    def opened(path: Path) -> Any:  # noqa: ANN401 - it is not annotated
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+        return tensorstore.open(spec, read=True).result()
 
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """See `Contender`."""
-        if not self._arrays:
-            for key in CACHE_KEYS:
-                chunk = json.loads((self.files / key / "zarr.json").read_text())["codecs"][0]["configuration"]
-                chunks = tuple(chunk["chunk_shape"])
-                self._arrays[key] = _from_zarr(zarr.open_array(self.files / key, mode="r"), chunks)
-        return {key: array[list(samples)].compute(scheduler="threads") for key, array in self._arrays.items()}
+    def read(array: Any, samples: Sequence[int]) -> np.ndarray:  # noqa: ANN401 - as above
+        return np.stack([future.result() for future in [array[sample].read() for sample in samples]])
+
+    return _other_reader("TensorStore", cache, files, opened, read)
 
 
-def _from_zarr(array: Any, chunks: tuple[int, ...]) -> Any:  # noqa: ANN401 - dask and zarr leave it open
+def dask_reader(cache: Cache, files: Path) -> Contender:
+    """Return our store through dask's own Zarr reader."""
     import dask.array
 
-    return dask.array.from_zarr(array, chunks=chunks)  # type: ignore[no-untyped-call] # untyped
+    da: Any = dask.array  # it is annotated in part
+
+    def opened(path: Path) -> Any:  # noqa: ANN401 - dask leaves it open
+        chunk = json.loads((path / "zarr.json").read_text())["codecs"][0]["configuration"]["chunk_shape"]
+        return da.from_zarr(zarr.open_array(path, mode="r"), chunks=tuple(chunk))
+
+    return _other_reader(
+        "dask.array.from_zarr",
+        cache,
+        files,
+        opened,
+        lambda array, samples: array[list(samples)].compute(scheduler="threads"),
+    )
+
+
+def rate_table(
+    title: str,
+    rates: Mapping[str, Sequence[float]],
+    stored: Mapping[str, float],
+    samples: Samples,
+    base: str,
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return a table of samples per second and stored bytes per sample, by contender, with ratios to the ``base``."""
+    columns = (
+        Column("contender"),
+        Column("samples/s", ",.1f"),
+        Column("lower quartile", ",.1f"),
+        Column("upper quartile", ",.1f"),
+        Column("GB/s of states"),
+        Column("KB stored per sample", ",.0f"),
+        Column("ratio"),
+    )
+    found = {name: spread(values) for name, values in rates.items()}
+    rows = tuple(
+        (
+            name,
+            one.median,
+            one.low,
+            one.high,
+            one.median * samples.mean_bytes / 1e9,
+            stored[name] / 1e3,
+            one.median / found[base].median,
+        )
+        for name, one in found.items()
+    )
+    mine = [name for name in found if name.startswith("ours")]
+    comparisons = tuple(
+        PeerComparison(title, name, peer, found[name].median / found[peer].median)
+        for peer in found
+        if peer not in mine
+        for name in mine
+    )
+    return Table(title, columns, rows, tuple(notes), comparisons)

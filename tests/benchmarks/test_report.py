@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.loader_scale import scale_table
-from benchmarks.rate_tables import rate_table
+from benchmarks.peers import rate_table
 from benchmarks.report import TEMPLATE, losses, main, read_outcomes, render
 from benchmarks.samples import synthetic_samples
 from benchmarks.tables import Column, Machine, Outcome, PeerComparison, Recorder, Table, load_outcome, this_machine
