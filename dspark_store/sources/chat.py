@@ -192,7 +192,7 @@ class ChatSource:
             date = given or today or todays_date()
             date = date if self._asks_clock(replace(options, template_date=date)) else None
         if given is not None and date is None:
-            logger.info("template_date %s changes nothing: no row makes the chat template ask the clock", given)
+            logger.warning("template_date %s changes nothing: no row makes the chat template ask the clock", given)
         options = replace(options, template_date=date)
         self._settings = replace(self._settings, options=options)
         self._encoder = Encoder(self._settings)

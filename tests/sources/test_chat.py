@@ -170,3 +170,8 @@ def test_workers_give_the_same_samples_and_the_same_error(tmp_path):
         assert sample.input_ids.tolist() == same.input_ids.tolist()
         assert sample.loss_mask.tolist() == same.loss_mask.tolist()
         assert sample.cursor == same.cursor
+
+
+def test_a_date_that_no_row_asks_for_is_warned_of(one_chat, caplog):
+    assert source(one_chat, template_date="2025-01-09").template_date is None
+    assert "template_date 2025-01-09 changes nothing" in caplog.text
