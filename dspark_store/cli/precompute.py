@@ -12,7 +12,7 @@ from typing import Any
 from dspark_store.cli.options import OneLineParser, add_settings, leads, setting_values
 from dspark_store.precompute.settings import PrecomputeConfig, config_from, settings
 from dspark_store.settings import read_yaml
-from dspark_store.sources.specs import read_words
+from dspark_store.sources.registry import read_words
 from dspark_store.text import log_to_stderr
 
 _log = logging.getLogger(__name__)

@@ -25,10 +25,8 @@ from dspark_store.sources.blend import Blend
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.identity import chat_rules, chat_template_sha256, tokenizer_sha256
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values, options_of
-from dspark_store.sources.registry import build_source
-from dspark_store.sources.report import Reporting
-from dspark_store.sources.source import Sample, Source, SourceError
-from dspark_store.sources.specs import SourceContext, parse_source, read_words
+from dspark_store.sources.registry import SourceContext, build_source, parse_source, read_words
+from dspark_store.sources.source import Reporting, Sample, Source, SourceError
 from dspark_store.sources.template import apply_chat_template_option
 from dspark_store.target.load import load_target_config, load_tokenizer, text_config
 from dspark_store.target.source import TargetSource

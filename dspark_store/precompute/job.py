@@ -30,8 +30,7 @@ from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
 from dspark_store.sources.identity import chat_rules, comparable
 from dspark_store.sources.options import option_values
-from dspark_store.sources.registry import build_source
-from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
+from dspark_store.sources.registry import SourceContext, SpecValue, build_source, parse_source
 from dspark_store.target.batches import BATCHING_RULE
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import check_capturable, check_fits, target_config_json

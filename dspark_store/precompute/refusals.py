@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from dspark_store.sources.blend import Blend
-from dspark_store.sources.report import Reporting, SourceReport
-from dspark_store.sources.source import Source, SourceError
+from dspark_store.sources.source import Reporting, Source, SourceError, SourceReport
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.settings import fill_settings, flag, settings_of, whole_number
 from dspark_store.settings import setting as _setting
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.specs import SpecValue, parse_source
+from dspark_store.sources.registry import SpecValue, parse_source
 from dspark_store.target.device import COMPUTE_DTYPES, device_named
 from dspark_store.target.parallel import REDUCE_DTYPES
 

@@ -5,9 +5,8 @@ from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.dummy import DummySource
 from dspark_store.sources.identity import chat_template_sha256, tokenizer_sha256
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.registry import build_source, source_names
+from dspark_store.sources.registry import SourceContext, SourceSpec, build_source, parse_source, source_names
 from dspark_store.sources.source import Sample, Source, SourceError
-from dspark_store.sources.specs import SourceContext, SourceSpec, parse_source
 from dspark_store.sources.template import apply_chat_template_option
 
 __all__ = [

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.registry import nearest
 from dspark_store.sources.schedules import (
     MAX_PARTS,
+    check_weights,
     exhaustive_schedule,
     hyper_parallel_schedule,
     local_indices,
@@ -20,7 +22,6 @@ from dspark_store.sources.schedules import (
     normalised,
 )
 from dspark_store.sources.source import Sample, Source, SourceError
-from dspark_store.sources.specs import check_weights, nearest
 
 type ScheduleName = Literal["exhaustive", "megatron", "hyper_parallel"]
 type ShortRule = Literal["error", "stop", "wrap"]

@@ -13,11 +13,10 @@ from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
 from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
-from dspark_store.sources.order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
-from dspark_store.sources.report import SourceReport
+from dspark_store.sources.row_order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rows import RowData, Rows
-from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.source import Sample, SourceError, SourceReport
 from dspark_store.sources.template import todays_date
 from dspark_store.sources.workers import encode_here, encode_in_workers
 

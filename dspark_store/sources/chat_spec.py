@@ -8,7 +8,7 @@ from typing import Annotated
 
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.options import ChatOptions, RowOptions, options_of
-from dspark_store.sources.specs import SourceContext
+from dspark_store.sources.registry import SourceContext
 
 
 class Unset(Enum):

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.order import select_rows
+from dspark_store.sources.registry import SourceContext
+from dspark_store.sources.row_order import select_rows
 from dspark_store.sources.source import Sample, SourceError
-from dspark_store.sources.specs import SourceContext
 
 DEFAULT_SAMPLES, DEFAULT_VOCAB = 1000, 32000
 _LENGTH_TAG, _TOKENS_TAG = 0, 1

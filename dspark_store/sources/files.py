@@ -11,13 +11,11 @@ from os import PathLike, fspath
 from pathlib import Path
 from stat import S_ISREG
 
-from dspark_store.sources.compressed import GZIP, ZSTD, compression_of, unpack
-from dspark_store.sources.hub import HubRows, is_saved_dataset
 from dspark_store.sources.jsonl import JsonlRows, JsonRows
-from dspark_store.sources.parquet import PARQUET_MAGIC, ParquetRows
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.spool import Spool
+from dspark_store.sources.spool import GZIP, ZSTD, Spool, compression_of, unpack
+from dspark_store.sources.tables import PARQUET_MAGIC, HubRows, ParquetRows, is_saved_dataset
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = {".gz": GZIP, ".gzip": GZIP, ".zst": ZSTD, ".zstd": ZSTD}

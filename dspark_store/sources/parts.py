@@ -1,19 +1,71 @@
-"""The parts of a blend: named, opened with the job's settings, and mixed."""
+"""The parts of a blend: read as users write them, named, opened with the job's settings, and mixed."""
 
 import glob
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.blend import Blend, Part
-from dspark_store.sources.registry import build_source
-from dspark_store.sources.schedules import megatron_requests
-from dspark_store.sources.specs import PartSpec, SourceContext, SpecValue, parse_parts
+from dspark_store.sources.registry import (
+    SourceContext,
+    SourceSpec,
+    SpecValue,
+    build_source,
+    is_number,
+    nearest,
+    parse_source,
+    shortened,
+)
+from dspark_store.sources.schedules import check_weights, megatron_requests
+from dspark_store.sources.source import SourceError
 
 _log = logging.getLogger(__name__)
+_PAIR = 2
+_PART_KEYS = ("source", "weight", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """One part of a blend. Its weight is None where the blend gives none; an empty name is chosen by the blend."""
+
+    source: SourceSpec
+    weight: float | None = None
+    name: str = ""
+
+
+def parse_parts(value: SpecValue) -> list[PartSpec]:
+    """Read the parts of a blend.
+
+    The forms are text `0.3 a 0.7 b`, whose paths hold no white space; a flat list `[0.3, a, 0.7, b]`; a list of pairs
+    `[[0.3, a], [0.7, b]]`; a list of sources without weights; and a list of mappings `{weight, source, name}`, of which
+    only `source` must be there. Weights are given for all parts or for none.
+
+    Raises:
+        SourceError: it is none of these, or a weight is not a finite number of at least 0, or no weight is above 0.
+
+    """
+    if isinstance(value, str):
+        value = value.split()
+    if not isinstance(value, Sequence):
+        raise SourceError(f"the parts of a blend are a list or text, got {shortened(value)}")
+    if not value:
+        raise SourceError("a blend has no sources; expected at least one")
+    if any(_is_part(item) for item in value):
+        parts = [_part_of_mapping(item, number) for number, item in enumerate(value)]
+    elif any(_is_list(item) for item in value):
+        parts = [_part_of_pair(item, number) for number, item in enumerate(value)]
+    elif any(is_number(item) for item in value[::_PAIR]):
+        if len(value) % _PAIR:
+            raise SourceError(f"a blend alternates weights and sources, got {len(value)} items: {shortened(value)}")
+        pairs = zip(value[::_PAIR], value[1::_PAIR], strict=True)
+        parts = [PartSpec(parse_source(source), _weight(weight, n)) for n, (weight, source) in enumerate(pairs)]
+    else:
+        parts = [PartSpec(parse_source(item)) for item in value]
+    check_weights([part.weight for part in parts])
+    return parts
 
 
 def build_blend(
@@ -95,3 +147,38 @@ def _stem(path: SpecValue) -> str:
     if not isinstance(path, str | PathLike) or glob.has_magic(fspath(path)):
         return ""
     return Path(path).name.split(".")[0]
+
+
+def _is_list(value: SpecValue) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_part(value: SpecValue) -> bool:
+    return isinstance(value, Mapping) and "type" not in value
+
+
+def _part_of_mapping(value: SpecValue, number: int) -> PartSpec:
+    if not isinstance(value, Mapping) or not _is_part(value):
+        raise SourceError(f"part {number} of a blend must be {{weight, source}} as others are, got {shortened(value)}")
+    for key in value:
+        if key not in _PART_KEYS:
+            raise SourceError(f"part {number} of a blend has the unknown key {key!r}; {nearest(key, _PART_KEYS)}")
+    if "source" not in value:
+        raise SourceError(f"part {number} of a blend has no 'source', got {shortened(value)}")
+    name = value.get("name") or ""
+    if not isinstance(name, str):
+        raise SourceError(f"the name of part {number} of a blend must be text, got {name!r}")
+    weight = value.get("weight")
+    return PartSpec(parse_source(value["source"]), None if weight is None else _weight(weight, number), name)
+
+
+def _part_of_pair(value: SpecValue, number: int) -> PartSpec:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != _PAIR:
+        raise SourceError(f"part {number} of a blend must be [weight, source] as others are, got {shortened(value)}")
+    return PartSpec(parse_source(value[1]), _weight(value[0], number))
+
+
+def _weight(value: SpecValue, number: int) -> float:
+    if not is_number(value):
+        raise SourceError(f"the weight of part {number} of a blend must be a number, got {shortened(value)}")
+    return float(value)  # type: ignore[arg-type] # a number, or the text of one

@@ -1,4 +1,4 @@
-"""Sources by name: those of this package, and those that other packages register.
+"""Sources by name: how one is asked for, in every form that users write, and how it is built.
 
 A builder is a function `build(context, *, option, ...)` that returns a `Source`. Its keyword parameters are the options
 that a specification may give; those without a default must be given, and a value is checked against the annotation as
@@ -7,21 +7,36 @@ far as that is made of plain types. One that is `**options: Annotated[object, Op
 entry-point group `dspark_store.sources`. Nothing is imported before its name is asked for.
 """
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from os import PathLike
+from pathlib import Path
 from types import UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
+from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import Source, SourceError
-from dspark_store.sources.specs import SourceContext, SourceSpec, nearest
+from dspark_store.sources.template import todays_date
 
-ENTRY_POINT_GROUP = "dspark_store.sources"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
+
+type SpecValue = JsonValue | PathLike[str] | Sequence["SpecValue"] | Mapping[str, "SpecValue"]
+"""What a user may write for a source: text, a path, a mapping, or a list that is a blend."""
 type Builder = Callable[..., Source]
 
+_PAIR = 2
+ENTRY_POINT_GROUP = "dspark_store.sources"
 _TYPE_NAMES: Mapping[object, str] = {
     int: "a whole number",
     float: "a number",
@@ -31,7 +46,6 @@ _TYPE_NAMES: Mapping[object, str] = {
     Sequence: "a list",
     Mapping: "a mapping",
 }
-
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "blend": ("dspark_store.sources.parts", "build_blend"),
     "chat": ("dspark_store.sources.chat_spec", "build_chat"),
@@ -39,6 +53,151 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "megatron": ("dspark_store.sources.megatron.source", "build_megatron"),
     "tokens": ("dspark_store.sources.chat_spec", "build_tokens"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A source by the name of its type, with its options as the user gave them."""
+
+    type: str
+    options: Mapping[str, SpecValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceContext(ChatOptions):
+    """What the settings of a job say to every source; an option of the source itself wins over them.
+
+    Beside what is listed here those are the options of conversations, of which other sources use what they can.
+
+    Attributes:
+        seq_length: S, the most tokens of a sample.
+        load_tokenizer: gives the tokenizer; it is called once, when a source first needs one. None: there is none.
+        vocab_size: ids are below it; None: not known.
+        split: None or `name[a:b]`, a slice of each source's records after the shuffle.
+        shuffle_seed: of the order of records; None for the order of the data.
+        seed: of sources that draw something else.
+        max_samples: at most this many records, after shuffle and split; of a blend as a whole.
+        num_samples: records wanted of a source that can give any number of them; None for what it has.
+        num_workers: processes that tokenise; 0 for this one.
+        today: YYYY-MM-DD, which is one date for all sources of a job.
+        recorded: the identity of the source in the store that is gone on with; None for a new one.
+
+    """
+
+    seq_length: int
+    load_tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None
+    vocab_size: int | None = None
+    split: str | None = None
+    shuffle_seed: int | None = 42
+    seed: int = 42
+    max_samples: int | None = None
+    num_samples: int | None = None
+    num_workers: int = 0
+    today: str = ""
+    recorded: Mapping[str, JsonValue] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.today:
+            object.__setattr__(self, "today", todays_date())
+        if self.load_tokenizer is not None:
+            object.__setattr__(self, "load_tokenizer", cache(self.load_tokenizer))
+
+    def tokenizer(self, source_type: str) -> "PreTrainedTokenizerBase":
+        """Return the tokenizer; SourceError when a source of this type needs one and the job has none."""
+        if self.load_tokenizer is None:
+            raise SourceError(f"a source of type {source_type!r} needs a tokenizer; name the target model whose it is")
+        return self.load_tokenizer()
+
+
+def parse_source(value: SpecValue) -> SourceSpec:
+    """Read a source as a user wrote it.
+
+    Text or a path names a file, files or a data set, whose type follows from the name (see `type_of_path`), or, where
+    it is one of `0.3 a 0.7 b`, a blend: at least two words of which the first is a number, unless there is such a
+    file. A mapping has a `type` and options. A list is a blend; see `parse_parts`.
+
+    Raises:
+        SourceError: it is none of these.
+
+    """
+    if isinstance(value, PathLike):
+        return _of_path(os.fspath(value))
+    if isinstance(value, str):
+        return SourceSpec("blend", {"sources": value}) if _is_blend_text(value) else _of_path(value)
+    if isinstance(value, Mapping):
+        kind = value.get("type")
+        if not isinstance(kind, str) or not kind:
+            raise SourceError(f"a source must have a 'type', got {shortened(value)}; for example type: chat")
+        return SourceSpec(kind, {name: option for name, option in value.items() if name != "type"})
+    if isinstance(value, Sequence):
+        return SourceSpec("blend", {"sources": value})
+    raise SourceError(f"a source is a path, a mapping with a 'type', or a list of parts; got {value!r}")
+
+
+def read_words(words: Sequence[str]) -> SpecValue:
+    """Return the source that a command line's words are: one as a configuration has it, several files, or a blend.
+
+    Raises:
+        SourceError: the one word looks like YAML and is not.
+
+    """
+    if len(words) > 1:
+        is_blend = words[0].replace(".", "", 1).isdecimal()
+        return list(words) if is_blend else {"type": "chat", "path": list(words)}
+    (word,) = words
+    if word.lstrip()[:1] not in ("{", "["):
+        return word
+    try:
+        written: SpecValue = yaml.safe_load(word)
+    except yaml.YAMLError as error:
+        raise SourceError(f"the source {word!r} is not YAML ({' '.join(str(error).split())})") from error
+    return written
+
+
+def type_of_path(path: str) -> str:
+    """Return the type of source that a path without a type is: `megatron` for an index pair, else `chat`."""
+    if path.endswith((".bin", ".idx")) or Path(f"{path}.idx").exists():
+        return "megatron"
+    return "chat"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return how a message goes on after an unknown name: the nearest known one, and all of them."""
+    names = sorted(known)
+    if not names:
+        return "there are none"
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"the nearest is {(near or names)[0]!r}; there are {', '.join(names)}"
+
+
+def _of_path(path: str) -> SourceSpec:
+    if not path.strip():
+        raise SourceError("a source is an empty path; expected a file, a data set or a mapping with a 'type'")
+    return SourceSpec(type_of_path(path), {"path": path})
+
+
+def _is_blend_text(text: str) -> bool:
+    words = text.split()
+    return len(words) >= _PAIR and is_number(words[0]) and not Path(text).exists()
+
+
+def is_number(value: SpecValue) -> bool:
+    """Tell whether a value is a number, or the text of one."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(value, int | float)
+
+
+def shortened(value: object) -> str:
+    """Return a value for a message, at most 80 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def source_names() -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_store.sources.source import SourceError
+
 MAX_PARTS = 2**16 - 1
 """The most parts of a blend: a part's number is a uint16, whose largest value means that there is none."""
 
@@ -66,6 +68,24 @@ def megatron_targets(weights: Sequence[float], size: int) -> list[int]:
 def megatron_requests(weights: Sequence[float], size: int) -> list[int]:
     """Return how many records Megatron-LM builds of each part: its target and half a percent more, rounded up."""
     return [math.ceil(target * _MEGATRON_SURPLUS) for target in megatron_targets(weights, size)]
+
+
+def check_weights(weights: Sequence[float | None]) -> None:
+    """Raise SourceError unless all are None, or all finite, none negative, and at least one above 0."""
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return
+    if len(given) < len(weights):
+        raise SourceError(
+            f"part {weights.index(None)} of a blend has no weight, and others have; give a weight to all or to none"
+        )
+    for number, weight in enumerate(given):
+        if not math.isfinite(weight) or weight < 0:
+            raise SourceError(f"the weight of part {number} of a blend is {weight}; expected a finite number >= 0")
+    if not any(given):
+        raise SourceError("every weight of a blend is 0; expected at least one above 0")
+    if not math.isfinite(sum(given)):
+        raise SourceError(f"the weights of a blend add up to {sum(given)}; give smaller ones")
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

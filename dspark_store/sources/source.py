@@ -1,7 +1,8 @@
-"""What every source of tokens gives: samples, in an order that can be taken up again, and an identity."""
+"""What every source of tokens gives: samples, in an order that can be taken up again, an identity, and a report."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -87,4 +88,111 @@ class Source(Protocol):
             SourceError: the record cannot be used, or gives no sample.
 
         """
+        ...
+
+
+EXAMPLES = 3
+_PARTICULARS = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,]*")
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Rows refused for one reason: how many, and the messages of the first three."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SourceReport:
+    """What became of the rows read so far.
+
+    `read` rows are the kept ones, those left out on purpose (`dropped` for their length, `too_few_supervised`) and
+    the `refused` ones. `truncated`, `split`, `unsupervised` and `replaced` speak about kept rows, `empty` about
+    refused ones.
+
+    Attributes:
+        read: rows read.
+        kept: rows that gave at least one sample.
+        samples: samples given.
+        tokens: tokens in them.
+        supervised: supervised tokens in them.
+        truncated: rows that were cut.
+        split: rows that gave more than one piece.
+        dropped: rows left out because they are longer than `seq_length`.
+        unsupervised: kept samples without any supervised token.
+        too_few_supervised: samples left out because fewer than `min_supervised` of their tokens are supervised.
+        replaced: rows in which lone surrogates were replaced by U+FFFD.
+        empty: rows that render to no tokens.
+        refused: rows that cannot be used.
+        reasons: the refusals by kind of message.
+        notes: what of rows was left aside, such as a key that is not read, and how many rows have it.
+
+    """
+
+    read: int = 0
+    kept: int = 0
+    samples: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped: int = 0
+    unsupervised: int = 0
+    too_few_supervised: int = 0
+    replaced: int = 0
+    empty: int = 0
+    refused: int = 0
+    reasons: dict[str, Refusals] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, note: str, rows: int = 1) -> bool:
+        """Count rows of which something was left aside; return whether it is the first time."""
+        self.notes[note] = self.notes.get(note, 0) + rows
+        return self.notes[note] == rows
+
+    def refuse(self, where: str, reason: str) -> None:
+        """Count a refused row, and keep its message if it is among the first of its kind."""
+        self.refused += 1
+        refusals = self.reasons.setdefault(_PARTICULARS.sub("…", reason), Refusals())
+        refusals.count += 1
+        if len(refusals.examples) < EXAMPLES:
+            refusals.examples.append(f"{where}: {reason}")
+
+    def lines(self) -> list[str]:
+        """Return the report as people read it, a fact a line."""
+        facts = [
+            ("rows read", self.read),
+            ("rows kept", self.kept),
+            ("samples", self.samples),
+            ("tokens", self.tokens),
+            ("supervised tokens", self.supervised),
+            ("truncated", self.truncated),
+            ("split", self.split),
+            ("dropped (too long)", self.dropped),
+            ("unsupervised", self.unsupervised),
+            ("left out (too few supervised)", self.too_few_supervised),
+            ("surrogates replaced", self.replaced),
+            ("empty", self.empty),
+            ("refused", self.refused),
+        ]
+        width = max(len(name) for name, _ in facts)
+        lines = [f"{name:<{width}}  {count:,}" for name, count in facts]
+        lines += [f"{note}: {count:,} rows" for note, count in sorted(self.notes.items())]
+        for refusals in sorted(self.reasons.values(), key=lambda refusals: -refusals.count):
+            lines.append(f"refused {refusals.count:,}:")
+            lines.extend(f"  {example}" for example in refusals.examples)
+        return lines
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A source that tells what became of its records."""
+
+    def report(self) -> SourceReport:
+        """Return what became of the records read so far."""
+        ...
+
+    def where(self, record: int) -> str:
+        """Return the place of a record, for messages."""
         ...

@@ -10,7 +10,7 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.sources.parts import build_blend
-from dspark_store.sources.specs import SourceContext, SpecValue
+from dspark_store.sources.registry import SourceContext, SpecValue
 from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import SEQ_LENGTH, small_record
 

@@ -25,7 +25,7 @@ def on(monkeypatch):
     """Set the day that it is."""
 
     def set_day(day):
-        monkeypatch.setattr("dspark_store.sources.specs.todays_date", lambda: day)
+        monkeypatch.setattr("dspark_store.sources.registry.todays_date", lambda: day)
 
     set_day("2026-01-05")
     return set_day

@@ -1,9 +1,8 @@
 import pytest
 
 from dspark_store.sources.parts import build_blend
-from dspark_store.sources.registry import build_source
+from dspark_store.sources.registry import SourceContext, SourceSpec, build_source
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.specs import SourceContext, SourceSpec
 from tests.sources.words import CHAT, word_tokenizer, write_rows
 
 

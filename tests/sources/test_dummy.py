@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from dspark_store.sources.dummy import DummySource, build_dummy
+from dspark_store.sources.registry import SourceContext
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.specs import SourceContext
 
 CONTEXT = SourceContext(seq_length=8, vocab_size=100)
 

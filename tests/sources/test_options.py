@@ -5,9 +5,8 @@ import pytest
 from dspark_store.cli import tokens
 from dspark_store.precompute.settings import settings
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, option_values, options_identity, options_of
-from dspark_store.sources.registry import build_source
+from dspark_store.sources.registry import SourceContext, SourceSpec, build_source
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.specs import SourceContext, SourceSpec
 from tests.sources.words import write_rows
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from dspark_store.sources import SourceContext, build_source, parse_source, source_names
 from dspark_store.sources.megatron.builder import PairBuilder
-from dspark_store.sources.specs import parse_parts
+from dspark_store.sources.parts import parse_parts
 
 PAGE = Path(__file__).parents[2].joinpath("docs", "sources.md").read_text(encoding="utf-8")
 YAML = [

@@ -5,8 +5,8 @@ import pytest
 
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.sources.parts import build_blend
+from dspark_store.sources.registry import SourceContext, SpecValue
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.specs import SourceContext, SpecValue
 from tests.sources.megatron.pairs import write_pair
 
 CONTEXT = SourceContext(seq_length=4, vocab_size=50)

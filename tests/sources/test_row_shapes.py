@@ -9,8 +9,7 @@ from dspark_store.cli.main import main
 from dspark_store.sources import SourceError
 from dspark_store.sources.messages import read_conversation
 from dspark_store.sources.options import ChatOptions, check_template_kwargs, options_of
-from dspark_store.sources.registry import build_source
-from dspark_store.sources.specs import SourceContext, SpecValue, parse_source
+from dspark_store.sources.registry import SourceContext, SpecValue, build_source, parse_source
 from tests.sources.words import CHAT, PLAIN, WORDS, open_chats, word_tokenizer, write_rows
 from tests.tiny import tiny_tokenizer
 

@@ -11,7 +11,7 @@ from dspark_store.sources.megatron.options import MegatronOptions, OverLong
 from dspark_store.sources.megatron.pair import IndexedPair
 from dspark_store.sources.megatron.window_cache import cached_indices
 from dspark_store.sources.megatron.windows import WindowIndices, WindowSettings, split_units
-from dspark_store.sources.order import select_rows
+from dspark_store.sources.row_order import select_rows
 from dspark_store.sources.source import SourceError
 
 type Outcome = Literal["whole", "truncated", "split", "dropped", "empty"]

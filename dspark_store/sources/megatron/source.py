@@ -11,10 +11,9 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.megatron.options import MegatronOptions, SpecificationOptions, settings_identity
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
 from dspark_store.sources.megatron.plans import DocumentPlan, Plan, Span, WindowPlan, plan_windows
-from dspark_store.sources.order import select_rows
-from dspark_store.sources.report import SourceReport
-from dspark_store.sources.source import Sample, SourceError
-from dspark_store.sources.specs import SourceContext
+from dspark_store.sources.registry import SourceContext
+from dspark_store.sources.row_order import select_rows
+from dspark_store.sources.source import Sample, SourceError, SourceReport
 
 _IDS_END = 1 << 31  # ids are int32
 

@@ -8,9 +8,8 @@ from dspark_store import open_cache
 from dspark_store.format.token_shards import sample_digest
 from dspark_store.sources.megatron import MegatronOptions, MegatronSource, PairBuilder, write_samples
 from dspark_store.sources.megatron.source import build_megatron
-from dspark_store.sources.registry import build_source
+from dspark_store.sources.registry import SourceContext, SourceSpec, build_source
 from dspark_store.sources.source import Sample, SourceError
-from dspark_store.sources.specs import SourceContext, SourceSpec
 from tests.sources.megatron.golden import GOLDEN
 from tests.sources.megatron.pairs import numbered, write_pair
 from tests.stores import build_store

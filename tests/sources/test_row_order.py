@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources.order import select_automodels_rows, select_rows
+from dspark_store.sources.row_order import select_automodels_rows, select_rows
 from dspark_store.sources.source import SourceError
 
 
