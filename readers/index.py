@@ -8,7 +8,7 @@ import numpy as np
 
 from dspark_store.format.arrays import array_checksum, array_keys, object_limit, unpack_array
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.ledger import counted_objects, distinct_bytes, state_ledger, token_ledger
+from dspark_store.format.ledger import counted_objects, state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import (
     INDEX_DIGEST,
@@ -91,7 +91,7 @@ class StoreIndex:
     def is_shared(self, shard: int, slot: int) -> bool:
         """Tell whether a layer slot's object is that of the last hidden states: same size, same digest.
 
-        Of a growing store it is not told.
+        Always False while the store is incomplete.
         """
         return self._record.complete and (shard, slot) in self._shared
 
@@ -107,14 +107,6 @@ class StoreIndex:
         path = TOKEN_LEDGER if position < tokens else STATE_LEDGER
         nbytes, digest = self._ledger_row(path, shard)[position if position < tokens else position - tokens]
         return ObjectRecord(int(nbytes), int(digest))
-
-    def shard_bytes(self, shard: int) -> int:
-        """Return the stored bytes of a committed shard; an object with two places counts once."""
-        if self._record.complete:
-            row = self.objects[shard]
-        else:
-            row = np.concatenate([self._ledger_row(path, shard) for path in (TOKEN_LEDGER, STATE_LEDGER)])
-        return int(distinct_bytes(row[None]).sum())
 
     def _ledger_row(self, path: str, shard: int) -> np.ndarray:
         if (path, shard) not in self._rows:

@@ -117,7 +117,8 @@ class BlockPool:
         self._limit = limit_bytes
         self._returned: deque[torch.Tensor] = deque()
         self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
-        self._bytes = 0
+        self.nbytes = 0
+        """What leased and free blocks take together."""
         self._pin = torch.cuda.is_available()
         self._closed = False
 
@@ -144,7 +145,7 @@ class BlockPool:
         else:
             self._trim(self._limit - size)
             block = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self._pin else _mapped(size)
-            self._bytes += size
+            self.nbytes += size
         array = block.numpy()
         # from_numpy holds this very array object as long as the storage lives; a deque's append needs no lock, so that
         # the finalizer may run at any point, in any thread.
@@ -166,11 +167,11 @@ class BlockPool:
 
     def _trim(self, limit: int) -> None:
         """Give free blocks up until all blocks take at most ``limit`` bytes, or none is free."""
-        while self._bytes > limit and self._free:
+        while self.nbytes > limit and self._free:
             size, blocks = next(iter(self._free.items()))
             if blocks:
                 blocks.pop()
-                self._bytes -= size
+                self.nbytes -= size
             else:
                 del self._free[size]
 

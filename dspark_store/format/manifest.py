@@ -199,6 +199,23 @@ class StoreRecord:
         return operator.index(self.manifest["num_hidden_layers"]) - 1  # type: ignore[arg-type] # an int in JSON
 
     @property
+    def shared_slot(self) -> int | None:
+        """The layer slot whose states are the last hidden states themselves; None where the last layer is none of them.
+
+        KeyError when the manifest does not say how many layers the target has.
+        """
+        ids = self.schema.layer_ids
+        return ids.index(self.last_layer) if self.last_layer in ids else None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the target's head is its embedding, which is then stored once.
+
+        The target itself has told once its tables are written; until then its configuration does.
+        """
+        return bool(self.head.get("tied", (self.target_config or {}).get("tie_word_embeddings", True)))
+
+    @property
     def capture_shard_size(self) -> int:
         """The samples of a shard when the states were captured: batches were formed inside of such shards."""
         return self.schema.shard_size if self.copied_from is None else self.copied_from.capture_shard_size

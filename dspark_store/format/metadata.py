@@ -41,8 +41,8 @@ _SPARE_SHARDS, _SPARE_TABLE_OBJECTS = 64, 1 << 16
 _LARGE_SHARD = 1 << 12
 _SPARE_SAMPLES, _PROBES = 1 << 18, 64
 """So many samples need no proof beside JSON. Of more, so many entries of an array are looked at."""
-_ATTEMPTS = 5
-_PAUSE_SECONDS = 0.05
+READ_ATTEMPTS, READ_PAUSE_SECONDS = 6, 0.05
+"""How often a growing store is read, and what is waited in between: its writer replaces nodes and root in turn."""
 _NODE_BYTES = 256 * 1024
 
 type Nodes = Mapping[str, Mapping[str, JsonValue]]
@@ -200,13 +200,13 @@ def read_metadata(storage: Storage) -> StoreMetadata:
     FileNotFoundError when there is no store, DamagedStoreError when a node is missing or the seal does not hold. A
     growing store is read again for a moment: its writer replaces nodes and root one after the other.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(READ_ATTEMPTS - 1):
         try:
             return _read_metadata(storage)
         except DamagedStoreError:
             if read_record(storage).complete:
                 break
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(READ_PAUSE_SECONDS)
     return _read_metadata(storage)
 
 

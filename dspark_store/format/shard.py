@@ -260,11 +260,6 @@ def chunk_bounds(offsets: np.ndarray, sizes: np.ndarray, chunks_per_row: int) ->
     return bounds.astype(np.min_scalar_type(bounds.max(initial=0)))
 
 
-def tail_bytes(label: ObjectLabel, slots: int) -> int:
-    """Return the bytes of an object's trailer and index: what it has beside its chunks, for which it has ``slots``."""
-    return _trailer_bytes(label.header(), slots) + 16 * slots + 4
-
-
 def _trailer_bytes(header: bytes, slots: int) -> int:
     return _FIXED_BYTES + len(header) + 4 * slots
 

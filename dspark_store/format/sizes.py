@@ -63,13 +63,8 @@ def padded_bytes(schema: StoreSchema, samples: int) -> int:
     return samples * schema.seq_length * position
 
 
-def is_tied(record: StoreRecord) -> bool:
-    """Tell whether the target's head is its embedding, which is then stored once."""
-    return bool((record.target_config or {}).get("tie_word_embeddings", True))
-
-
 def weight_bytes(record: StoreRecord) -> int:
     """Return the bytes of the target's embedding and head before compression, a tied head counted once."""
     vocabulary = record.manifest["target_vocab_size"]
-    tables = 1 if is_tied(record) else 2
+    tables = 1 if record.tied else 2
     return tables * int(cast(int, vocabulary)) * record.schema.hidden_size * record.schema.dtype.itemsize

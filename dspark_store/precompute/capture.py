@@ -73,12 +73,6 @@ class CaptureContext:
     profile: Profile
 
     @property
-    def shared_slot(self) -> int | None:
-        """The layer slot whose states are the last hidden states themselves."""
-        ids, last = self.record.schema.layer_ids, self.settings.last_layer
-        return ids.index(last) if last in ids else None
-
-    @property
     def vocab_size(self) -> int:
         """Rows of the target's embedding: an id at or past it would end a CUDA device's whole context."""
         return cast(int, self.record.manifest["target_vocab_size"])
@@ -114,7 +108,7 @@ class ShardCapture:
                 rows=len(self._rows),
                 tokens=self._rows.digest,
                 pipeline=context.pipeline,
-                shared_slot=context.shared_slot,
+                shared_slot=context.record.shared_slot,
                 objects=context.objects,
             )
 

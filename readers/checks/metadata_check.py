@@ -12,6 +12,8 @@ from dspark_store.format.jsonvalue import JsonValue, canonical_json, parse_json
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest
 from dspark_store.format.metadata import (
     COPY_KEY,
+    READ_ATTEMPTS,
+    READ_PAUSE_SECONDS,
     ROOT_KEY,
     document_limit,
     node_key,
@@ -22,9 +24,6 @@ from dspark_store.format.metadata import (
 )
 from dspark_store.format.schema import COLUMNS, group_document, metadata_bytes
 from dspark_store.format.storage import Storage
-
-_ATTEMPTS = 5
-_PAUSE_SECONDS = 0.05
 
 type Document = Mapping[str, JsonValue]
 
@@ -49,10 +48,10 @@ def check_metadata(storage: Storage) -> CheckedMetadata:
     moment, because its writer replaces nodes and root one after the other.
     """
     checked = _check(storage)
-    for _ in range(_ATTEMPTS):
+    for _ in range(READ_ATTEMPTS - 1):
         if not checked.problems or checked.record is None or checked.record.complete:
             break
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(READ_PAUSE_SECONDS)
         checked = _check(storage)
     return checked
 
