@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.bigram import Bigram
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.draft.loss import SlotTerms, compared, loss_sums
@@ -42,6 +41,38 @@ class DraftResult:
     added: float
     trained: float
     waited_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bigram:
+    """A bigram with a count added to every pair, which a draft must beat to have learned from the states.
+
+    Counted pairs of neighbouring tokens: the followers of token t are ``starts[t]`` to ``starts[t + 1]``.
+
+    ``followers`` and ``counts`` (pairs,) are ordered by their first token, ``starts`` is (V + 1,).
+    """
+
+    vocab_size: int
+    starts: np.ndarray
+    followers: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Iterable[np.ndarray], vocab_size: int) -> Bigram:
+        """Count the pairs of some texts, each (length,) ids below ``vocab_size``."""
+        pairs = [row[:-1].astype(np.int64) * vocab_size + row[1:] for row in rows]
+        codes, counts = np.unique(np.concatenate([np.empty(0, np.int64), *pairs]), return_counts=True)
+        starts = np.searchsorted(codes, np.arange(vocab_size + 1) * vocab_size)
+        return cls(vocab_size, starts, codes % vocab_size, counts)
+
+    def log_probabilities(self, previous: np.ndarray, added: float) -> np.ndarray:
+        """Return (n, V) float32: how likely each token is after each of ``previous`` (n,)."""
+        rows = np.full((len(previous), self.vocab_size), added, np.float32)
+        for row, token in zip(rows, previous.tolist(), strict=True):
+            begin, end = self.starts[token], self.starts[token + 1]
+            row[self.followers[begin:end]] += self.counts[begin:end]
+        logarithms: np.ndarray = np.log(rows / rows.sum(axis=1, keepdims=True))
+        return logarithms
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

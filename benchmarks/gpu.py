@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,22 +63,22 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a run. Samples have between an eighth of ``seq_length`` and all of it."""
+    """The target's configuration and the samples, of between an eighth of ``seq_length`` and all of it."""
 
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    head_dim: int
-    vocab_size: int
+    target: Mapping[str, int]
     samples: int
     seq_length: int
     batch_size: int
     shard_size: int
 
 
-FULL = Sizes(2048, 6144, 24, 16, 128, 32_000, samples=384, seq_length=1024, batch_size=8, shard_size=96)
-TINY = Sizes(64, 128, 6, 4, 16, 256, samples=12, seq_length=64, batch_size=4, shard_size=6)
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": vocab}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": head_dim}
+
+
+FULL = Sizes(_qwen3(2048, 6144, 24, 16, 128, 32_000), samples=384, seq_length=1024, batch_size=8, shard_size=96)
+TINY = Sizes(_qwen3(64, 128, 6, 4, 16, 256), samples=12, seq_length=64, batch_size=4, shard_size=6)
 
 
 class GpuRun:
@@ -86,30 +86,21 @@ class GpuRun:
 
     def __init__(self, sizes: Sizes, device: torch.device, place: Path) -> None:
         torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.heads // 2,
-            head_dim=sizes.head_dim,
-            tie_word_embeddings=True,
-        )
+        config = Qwen3Config(**sizes.target, tie_word_embeddings=True)  # type: ignore[arg-type] # each takes its own
         with device:
             self.model: PreTrainedModel = Qwen3ForCausalLM(config)
         if device.type == "cuda":
             self.model.bfloat16()
         self.sizes, self.device, self.store = sizes, device, place / "store"
-        self.layer_ids = tuple(build_target_layer_ids(sizes.layers, 5))
+        self.layer_ids = tuple(build_target_layer_ids(config.num_hidden_layers, 5))
         least, most = sizes.seq_length // 8, sizes.seq_length
         lengths = np.random.default_rng(0).integers(least, most, sizes.samples, endpoint=True).tolist()
         self.workload: CaptureWork = new_workload(
             place / "tokens",
-            new_schema(0, sizes.shard_size, sizes.seq_length, sizes.hidden_size, self.layer_ids, "default"),
+            new_schema(0, sizes.shard_size, sizes.seq_length, config.hidden_size, self.layer_ids, "default"),
             lengths,
-            CaptureSettings(device, sizes.batch_size, 0, sizes.layers - 1, stop_on_nonfinite=False),
-            vocab_size=sizes.vocab_size,
+            CaptureSettings(device, sizes.batch_size, 0, config.num_hidden_layers - 1, stop_on_nonfinite=False),
+            vocab_size=config.vocab_size,
             encode_threads=min(MOST_THREADS, os.cpu_count() or 1),
         )
 
@@ -173,7 +164,8 @@ class GpuRun:
 
     def _casts_alike(self) -> bool:
         """Whether states in float32, of all magnitudes, are rounded alike, and a shared one is copied once."""
-        wanted = torch.randn(2, 64, self.sizes.hidden_size) * torch.logspace(-30, 30, self.sizes.hidden_size)
+        width = self.sizes.target["hidden_size"]
+        wanted = torch.randn(2, 64, width) * torch.logspace(-30, 30, width)
         last = wanted.to(self.device)
         copies = HostCopies(self.device, BF16.torch_dtype)
         arrived = copies.start(StageStates((0, 1), (last.neg(), last), last)).wait()

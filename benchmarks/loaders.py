@@ -109,7 +109,7 @@ def decode_reference(cache: Cache) -> Callable[[Sequence[int]], float]:
 def alternate(
     contenders: Sequence[Contender], batches: Sequence[Sequence[int]], *, cold: bool
 ) -> dict[str, list[float]]:
-    """Time every contender on every batch, alternating; return samples a second, by name."""
+    """Time every contender on every batch, alternating; return samples per second, by name."""
     rates: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for batch in batches:
         for contender in contenders:
@@ -196,7 +196,7 @@ def measure_cold(samples: Samples, place: Path, stores: Mapping[str, Path], repe
 def measure_limited(
     samples: Samples, place: Path, stores: Mapping[str, Path], repeats: int, rate: float, title: str
 ) -> Table:
-    """Measure behind a line of ``rate`` bytes a second; our own reads go over it one by one."""
+    """Measure behind a line of ``rate`` bytes per second; our own reads go over it one by one."""
     limit = RateLimit(rate)
     peers = [*layout_peers(stores, place), *zarr_peers(stores["default"])]
     contenders: list[Contender] = [limited(peer, limit) for peer in peers]
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seq-length", type=int, default=1024, help="S of synthetic states (default: 1024)")
     parser.add_argument("--samples", type=int, default=64, help="samples (default: 64)")
     parser.add_argument("--repeats", type=int, default=15, help="batches a contender (default: 15)")
-    parser.add_argument("--rate", type=float, default=200e6, help="limited storage, bytes a second (default: 200e6)")
+    parser.add_argument("--rate", type=float, default=200e6, help="limited storage, bytes per second (default: 200e6)")
     parser.add_argument("--quick", action="store_true", help="small states and few repeats")
     parser.add_argument("--json", type=Path, help="file to write the outcome to")
     given = parser.parse_args(arguments)

@@ -38,9 +38,9 @@ def heat_maps(out: Path, measured: Mapping[Setting, Measured], accesses: Sequenc
     }
     written: dict[str, Callable[[Measured], float]] = {
         "write, MB/s": lambda one: one.writing.median / 1e6,
-        "stored bytes\na byte of states": lambda one: one.facts.stored,
-        "bytes read a byte wanted,\nspan": lambda one: one.facts.amplification["span"],
-        "bytes read a byte wanted,\nscattered": lambda one: one.facts.amplification["scattered"],
+        "stored bytes\nper byte of states": lambda one: one.facts.stored,
+        "bytes read per byte wanted,\nspan": lambda one: one.facts.amplification["span"],
+        "bytes read per byte wanted,\nscattered": lambda one: one.facts.amplification["scattered"],
     }
     title = "Read rate from the page cache, MB of valid states per second"
     names = [_heat_map(out / "chunk_sizes_read.png", title, single, reading)]
@@ -109,7 +109,7 @@ def size_against_speed(
                 ring = {"facecolor": "none", "edgecolor": "#D55E00", "linewidth": 1.6}
                 axes.scatter(x, y, marker=shape, s=190, label=name, **ring)
     for axes in grid[-1]:
-        axes.set_xlabel("stored bytes a byte of states")
+        axes.set_xlabel("stored bytes per byte of states")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(10, (0.5, 0.6, 0.7, 0.8, 1, 1.2, 1.5, 2, 3, 4, 5)))
         axes.xaxis.set_major_formatter("{x:g}")

@@ -40,7 +40,7 @@ class ReadCost:
 class RandomReads:
     """Random batches of ``batch_bytes`` valid bytes over ``visits`` objects, of which the share ``opened`` is not open.
 
-    Storage gives ``storage_rate`` bytes a second; ``cores`` is the number of cores over that of the measurement.
+    Storage gives ``storage_rate`` bytes per second; ``cores`` is the number of cores over that of the measurement.
     """
 
     storage_rate: float
@@ -52,7 +52,7 @@ class RandomReads:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The rate of a setting, valid bytes a second, and the seconds a batch that storage and the cores are busy."""
+    """The rate of a setting, valid bytes per second, and the seconds a batch that storage and the cores are busy."""
 
     rate: float
     line_seconds: float
@@ -76,7 +76,7 @@ def opened_share(samples: int, shard_size: int, layers: int, open_objects: int =
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting and what it comes to: rate in valid bytes a second, stored bytes a valid byte, objects a sample."""
+    """A setting and what it comes to: rate in valid bytes per second, stored bytes per valid byte, objects a sample."""
 
     setting: Setting
     rate: float

@@ -19,7 +19,7 @@ RIVALS = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReadCase:
-    """An access pattern, and the rate in bytes a second of the storage that it reads from."""
+    """An access pattern, and the rate in bytes per second of the storage that it reads from."""
 
     access: str
     storage_rate: float = UNLIMITED
@@ -30,7 +30,7 @@ class ReadCase:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a setting takes: stored bytes a valid byte of states, objects, opening, bytes read a byte wanted."""
+    """What a setting takes: stored bytes per valid byte of states, objects, opening, bytes read per byte wanted."""
 
     stored: float
     objects: int
@@ -40,7 +40,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A setting's facts, and its rates in valid bytes of states a second: of writing, and of reading by case."""
+    """A setting's facts, and its rates in valid bytes of states per second: of writing, and of reading by case."""
 
     facts: Facts
     writing: Spread

@@ -135,7 +135,7 @@ def trained_tokenizer(texts: Iterator[str], *, tagged: bool) -> PreTrainedTokeni
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Chats a second of the clock, and a second of processor time of all processes and threads."""
+    """Chats per second of the clock, and per second of processor time of all processes and threads."""
 
     clock: float
     processor: float
@@ -154,7 +154,7 @@ def library_rate(tokenizer: PreTrainedTokenizerBase, path: Path, sample: int) ->
 
 
 def our_rate(tokenizer: PreTrainedTokenizerBase, path: Path, workers: int) -> tuple[Rate, float, list[int]]:
-    """Return the rate between the third and the ninth tenth of a source, and chats a second with the start of workers.
+    """Return the rate between the third and the ninth tenth of a source, and that of all with the start of workers.
 
     And the memory of this process and its workers, in bytes, at every tenth.
     """
@@ -226,7 +226,7 @@ def tokenise_table(library: Rate, ours: Rate, whole: float, memory: Sequence[int
         ("from the file to ids and masks", ours.clock, ours.processor),
     )
     notes = (
-        f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; with the start of the processes, {whole:,.0f} chats a second.",
+        f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; with the start of the processes, {whole:,.0f} chats per second.",
         f"Memory of all processes at every tenth, in MiB: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}.",
     )
     comparisons = tuple(

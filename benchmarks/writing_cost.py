@@ -1,6 +1,6 @@
 """What writing costs a capture: time and memory beside the same forwards without it.
 
-The target is a stand-in: real matrix products on all cores, calibrated to a number of tokens a second, that gives six
+The target is a stand-in: real matrix products on all cores, calibrated to a number of tokens per second, that gives six
 states a token, of five layers and the last one, none of them shared. Part of ``python -m benchmarks.writers``.
 """
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import drafts, online
-from benchmarks.bigram import Bigram
+from benchmarks.drafts import Bigram
 from benchmarks.online import TrainingSummary
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
@@ -123,3 +123,20 @@ def test_a_summary_is_read_from_what_a_training_prints():
     assert TrainingSummary.of(printed) == TrainingSummary(60, 831, 0.1 / 100, 1.45e9)
     with pytest.raises(ValueError, match="printed no summary"):
         TrainingSummary.of("nothing is left to do")
+
+
+def test_pairs_are_counted_and_a_count_is_added_to_each():
+    bigram = Bigram.of([np.array([1, 2, 1, 2, 0]), np.array([1, 3])], vocab_size=4)
+    after_one = np.exp(bigram.log_probabilities(np.array([1]), 0.5))[0]
+    assert after_one == pytest.approx([0.5 / 5, 0.5 / 5, 2.5 / 5, 1.5 / 5])
+
+
+def test_a_token_that_nothing_follows_says_nothing():
+    bigram = Bigram.of([np.array([1, 2])], vocab_size=4)
+    assert np.exp(bigram.log_probabilities(np.array([3]), 1.0))[0] == pytest.approx([0.25] * 4)
+
+
+def test_every_row_is_a_distribution():
+    rows = [np.random.default_rng(seed).integers(0, 50, 40) for seed in range(5)]
+    bigram = Bigram.of(rows, vocab_size=50)
+    assert np.exp(bigram.log_probabilities(np.arange(50), 0.01)).sum(axis=1) == pytest.approx(np.ones(50), rel=1e-5)
