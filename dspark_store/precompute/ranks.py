@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.precompute.peers import Patience
 from dspark_store.precompute.rendezvous import Keys, Rendezvous, meet, place_in_job, whole_number
-from dspark_store.precompute.watch import FAILED, Patience, StoppedError, Watch
+from dspark_store.precompute.watch import FAILED, StoppedError, Watch
 from dspark_store.text import one_line
 
 _LEAVING_SECONDS = 600.0

@@ -8,7 +8,6 @@ nobody: the one that speaks to the other ranks may wait for an answer for long.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -18,20 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Self
 
+from dspark_store.precompute.peers import PATIENCE, Patience, Peers
 from dspark_store.precompute.rendezvous import RENDEZVOUS_GONE, Keys
 from dspark_store.text import show
-from dspark_store.writers.process import ProcessName
 
 FAILED, TERMINATED = 3, 128 + signal.SIGTERM
 _LAST_LOOK_SECONDS = 0.5
-_TOGETHER = 0.9
-"""Share of the longest silence from which on other ranks are named as well: they may wait for the first one, or it for
-them."""
 
 
 class StoppedError(Exception):
@@ -44,47 +39,6 @@ class StoppedError(Exception):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds: between two looks; and until what is waited for is given up.
-
-    A rank that has to end gets ``failure``, after SIGTERM ``preemption``, of the 10 s that schedulers grant at the
-    least, and ``last_acts`` more where its main thread did not. A rank ``silent`` for so long is taken for dead; one
-    that works and makes no progress for ``stall`` ends the job. Rank 0 waits ``hearing`` for others to hear of an end.
-    """
-
-    period: float = 0.5
-    failure: float = 2.5
-    preemption: float = 8.0
-    last_acts: float = 1.0
-    silent: float = 60.0
-    stall: float = float("inf")
-    hearing: float = 3.0
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A text that another rank changes, and since when it is the same, by this process's clock."""
-
-    text: str = ""
-    since: float = field(default_factory=time.monotonic)
-
-    def unchanged(self, text: str) -> float:
-        """Look at the text again; return for how many seconds it has been the same."""
-        if text != self.text:
-            self.text, self.since = text, time.monotonic()
-        return time.monotonic() - self.since
-
-
-@dataclass(slots=True)
-class _Peer:
-    """Another rank: its process, and its sign of life."""
-
-    rank: int
-    process: ProcessName | None = None
-    beat: _Seen = field(default_factory=_Seen)
-
-
 class Watch:
     """Looks out for reasons to stop. A context manager; ``keys`` is for the watch alone, None for a rank alone.
 
@@ -93,10 +47,10 @@ class Watch:
     seconds that a failure is given, and ends a process that is still there.
     """
 
-    def __init__(self, rank: int, size: int, keys: Keys | None, patience: Patience = Patience()) -> None:
+    def __init__(self, rank: int, size: int, keys: Keys | None, patience: Patience = PATIENCE) -> None:
         self._rank = rank
         self._size = size
-        self._keys = keys
+        self._peers = None if keys is None else Peers(rank, size, keys, patience)
         self._patience = patience
         self._steps = 0
         self._sign: Callable[[], object] | None = None
@@ -106,19 +60,17 @@ class Watch:
         self._stopping = threading.Lock()
         self._finished, self._look, self._looked = threading.Event(), threading.Event(), threading.Event()
         self._last_acts: list[Callable[[], None]] = []
-        self._peers = [_Peer(peer) for peer in range(size) if peer != rank]
-        self._progress = {peer: _Seen() for peer in (range(size) if rank == 0 else (0,))}
         self._unanswered = 0  # periods since the rendezvous last answered
         self._threads: list[threading.Thread] = []
         self._wakeup: _Wakeup | None = None
 
     def __enter__(self) -> Self:
-        if self._keys is not None:
-            self._keys.set(f"peer/{self._rank}", ProcessName.own().to_json())
+        if self._peers is not None:
+            self._peers.join()
         self._wakeup = _Wakeup()
         self._start("watch", partial(self._stand_by, self._wakeup))
-        if self._keys is not None:
-            self._start("watch-peers", partial(self._ask_around, self._keys))
+        if self._peers is not None:
+            self._start("watch-peers", partial(self._ask_around, self._peers))
         return self
 
     def _start(self, name: str, run: Callable[[], None]) -> None:
@@ -129,13 +81,13 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._keys is not None and error is not None:
+        if self._peers is not None and error is not None:
             own = isinstance(error, Exception) and not isinstance(error, StoppedError)
             self.stop(_text(error), last_word="error" if own else "stopped")  # a thread sees that the process ends
             return
-        if self._keys is not None:
+        if self._peers is not None:
             with contextlib.suppress(RuntimeError):
-                self._keys.set(f"left/{self._rank}", "1")
+                self._peers.leave()
         self._finished.set()
         self._look.set()
         if self._wakeup is not None:
@@ -177,13 +129,8 @@ class Watch:
 
         Returns what ended the job where that is not this rank's failure but, perhaps, its cause; else nothing.
         """
-        if self._keys is None:
-            return ""
         try:
-            gone = next(filter(None, (self._gone(self._keys, peer) for peer in self._peers)), "")
-            self._keys.setdefault("failure", json.dumps({"rank": self._rank, "message": gone or message}))
-            self._keys.set(f"heard/{self._rank}", "1")
-            return self._failure_elsewhere(self._keys) or gone
+            return "" if self._peers is None else self._peers.fail(message)
         except RuntimeError:
             return RENDEZVOUS_GONE
 
@@ -194,9 +141,7 @@ class Watch:
         """
         deadline = time.monotonic() + self._patience.hearing
         with contextlib.suppress(RuntimeError):
-            while self._keys is not None and time.monotonic() < deadline:
-                if not any(_is_deaf(self._keys, peer) for peer in self._peers):
-                    return
+            while self._peers is not None and not self._peers.all_have_heard and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def stop(
@@ -224,7 +169,7 @@ class Watch:
             signals = wakeup.wait(self._patience.period)
             if signal.SIGTERM in signals:
                 self._terminate()
-            self._unanswered += not signals and self._keys is not None
+            self._unanswered += not signals and self._peers is not None
             if self._unanswered * self._patience.period > self._patience.silent:
                 self.stop(f"the rendezvous of the job has not answered for {self._patience.silent:.0f} s")
             if time.monotonic() > self._deadline and not self._finished.is_set():
@@ -232,13 +177,13 @@ class Watch:
 
     def _terminate(self) -> None:
         """Act on SIGTERM, which torchrun also sends to the ranks that are left when one has failed."""
-        if self._keys is not None:
+        if self._peers is not None:
             self._looked.clear()
             self._look.set()
             self._looked.wait(_LAST_LOOK_SECONDS)
         self.stop("terminated: what is committed stays; go on with --resume", TERMINATED, self._patience.preemption)
 
-    def _ask_around(self, keys: Keys) -> None:
+    def _ask_around(self, peers: Peers) -> None:
         """Show a sign of life and look at those of others, until there is a reason to stop."""
         beat = 0
         while self._reason is None:
@@ -248,70 +193,20 @@ class Watch:
                 return
             beat += 1
             try:
-                self._look_around(keys, beat)
+                self._look_around(peers, beat)
             except RuntimeError:  # what torch raises when the process that keeps the store is gone
                 self.stop(RENDEZVOUS_GONE)
             self._unanswered = 0
             self._looked.set()
 
-    def _look_around(self, keys: Keys, beat: int) -> None:
+    def _look_around(self, peers: Peers, beat: int) -> None:
         sign = self._sign
-        keys.set(f"beat/{self._rank}", str(beat))
-        keys.set(f"progress/{self._rank}", f"beat {beat}" if sign is None else f"{self._steps} {sign()}")
-        elsewhere = self._failure_elsewhere(keys)
-        if elsewhere:
-            keys.set(f"heard/{self._rank}", "1")
-            self.stop(elsewhere)
-            return
-        why = next(filter(None, (self._gone(keys, peer) for peer in self._peers)), "") or self._stalled(keys)
-        if why:
-            self.fail(why)
-            self.stop(why)
-
-    def _failure_elsewhere(self, keys: Keys) -> str:
-        """Return the failure of another rank, with its name; nothing when there is none."""
-        failure = keys.get("failure")
-        known = json.loads(failure) if failure is not None else {"rank": self._rank}
-        return "" if known["rank"] == self._rank else f"rank {known['rank']}: {known['message']}"
-
-    def _gone(self, keys: Keys, peer: _Peer) -> str:
-        """Return why a peer is taken for dead, empty while it lives or has ended well."""
-        if peer.process is None:
-            known = keys.get(f"peer/{peer.rank}")
-            if known is None:
-                return ""
-            peer.process, peer.beat = ProcessName.from_json(known), _Seen()
-        if peer.process.is_local:
-            dead = not peer.process.still_runs
-        elif 0 in (self._rank, peer.rank):
-            dead = peer.beat.unchanged(keys.get(f"beat/{peer.rank}") or "") > self._patience.silent
-        else:
-            dead = False
-        if not dead or keys.get(f"left/{peer.rank}") is not None or keys.get("failure") is not None:
-            return ""
-        return f"rank {peer.rank} (process {peer.process.pid} on {peer.process.host}) is gone"
-
-    def _stalled(self, keys: Keys) -> str:
-        """Return which ranks have made no progress for too long, empty when none has.
-
-        Ranks that step together stand still together: all are named. Rank 0 also judges itself; that it cannot is seen
-        by others later.
-        """
-        limit = self._patience.stall + (self._patience.silent if self._rank else 0.0)
-        still: dict[int, float] = {}
-        for rank, seen in self._progress.items():
-            progress = keys.get(f"progress/{rank}")
-            if progress is not None:  # else it has not come yet
-                still[rank] = seen.unchanged(progress)
-        slow = [rank for rank, seconds in still.items() if seconds > limit]
-        if all(keys.get(f"left/{rank}") is not None for rank in slow) or keys.get("failure") is not None:
-            return ""
-        ranks = [str(rank) for rank, seconds in still.items() if seconds > _TOGETHER * limit]
-        names = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have"
-        return (
-            f"{names} made no progress for {self._patience.stall / 60:g} minutes: see the log there, then go on with "
-            "--resume, with more --timeout-minutes if that is what a batch takes"
-        )
+        peers.show(beat, f"beat {beat}" if sign is None else f"{self._steps} {sign()}")
+        if failure := peers.hear():
+            self.stop(failure)
+        elif reason := peers.look():
+            peers.fail(reason)
+            self.stop(reason)
 
     def _leave_now(self) -> None:
         """End the process. The message and the last acts may hang, on a full pipe or a dead disk, and get a moment."""
@@ -330,13 +225,6 @@ def _text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _is_deaf(keys: Keys, peer: _Peer) -> bool:
-    """Whether a peer neither has heard of a failure nor has ended."""
-    if any(keys.get(f"{sign}/{peer.rank}") is not None for sign in ("heard", "left")):
-        return False
-    return peer.process is None or not peer.process.is_local or peer.process.still_runs
 
 
 class _Wakeup:

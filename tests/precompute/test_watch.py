@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dspark_store.precompute.peers import Patience
 from dspark_store.precompute.rendezvous import Keys
-from dspark_store.precompute.watch import FAILED, TERMINATED, Patience, StoppedError, Watch
+from dspark_store.precompute.watch import FAILED, TERMINATED, StoppedError, Watch
 from dspark_store.writers.lock import LEAVING_SECONDS
 from dspark_store.writers.process import ProcessName
 from tests.precompute import watched

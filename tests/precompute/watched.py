@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # in C, not in __all__
 
+from dspark_store.precompute.peers import Patience
 from dspark_store.precompute.rendezvous import Keys
-from dspark_store.precompute.watch import Patience, StoppedError, Watch
+from dspark_store.precompute.watch import StoppedError, Watch
 
 SHORT = Patience(period=0.05, preemption=0.6, failure=0.6)
 FOR_LONG = 30
