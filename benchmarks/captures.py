@@ -28,9 +28,9 @@ from dspark_store.precompute.capture import (
 )
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import ControlGroups, Crew, own_objects
-from dspark_store.precompute.profile import Profile
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.rendezvous import Keys
+from dspark_store.precompute.report import Profile
 from dspark_store.precompute.watch import Watch
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates

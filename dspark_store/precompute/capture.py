@@ -16,7 +16,7 @@ from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import Crew
-from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.report import Profile
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 from dspark_store.writers.pipeline import EncodePipeline
@@ -36,21 +36,6 @@ class CaptureSettings:
     pad_token_id: int
     last_layer: int
     stop_on_nonfinite: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What one job captured, on all of its ranks."""
-
-    shards: int
-    tokens: int
-    stored_bytes: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Valid tokens a second, writing included; 0 when nothing was captured."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 def missing_shards(storage: Storage, schema: StoreSchema) -> list[int]:

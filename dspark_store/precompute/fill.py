@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,22 +26,18 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.capture import (
     CaptureContext,
     CaptureEvents,
-    CaptureReport,
     CaptureSettings,
     capture_shards,
     missing_shards,
 )
 from dspark_store.precompute.copies import HostCopies
-from dspark_store.precompute.counts import CaptureCounts
 from dspark_store.precompute.crew import Crew, own_objects
-from dspark_store.precompute.equality import check_equality_class, equality_class
 from dspark_store.precompute.estimate import refuse_full_disk
 from dspark_store.precompute.job import Job, check_identity
-from dspark_store.precompute.loaded import JobTarget
-from dspark_store.precompute.profile import Profile
+from dspark_store.precompute.job_target import JobTarget, check_equality_class, equality_class
 from dspark_store.precompute.ranks import World
-from dspark_store.precompute.refusals import rows_read, tell_refusals
-from dspark_store.precompute.report import SampleCounts, print_counts
+from dspark_store.precompute.report import CaptureCounts, CaptureReport, Profile
+from dspark_store.precompute.rows import SampleCounts, print_counts, rows_read, tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
@@ -56,7 +52,7 @@ from dspark_store.writers.recovery import sweep_uncommitted
 from dspark_store.writers.weights import write_weights
 
 _log = logging.getLogger(__name__)
-_SHARDS_A_WORKER = 4
+_SHARDS_PER_WORKER = 4
 _NAMES_SHOWN = 5
 
 
@@ -67,16 +63,6 @@ class _Begun:
     lock: str
     shards: list[int]
     needs_weights: bool
-
-    def to_json(self) -> JsonValue:
-        """Return this as what `World.share` takes."""
-        return {"lock": self.lock, "shards": list(self.shards), "needs_weights": self.needs_weights}
-
-    @classmethod
-    def from_json(cls, fields: JsonValue) -> _Begun:
-        """Read back what `to_json` returned."""
-        known = cast("dict[str, Any]", fields)
-        return cls(known["lock"], known["shards"], known["needs_weights"])
 
 
 def fill_store(
@@ -129,7 +115,7 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
             _warn_of_few_shards(record.schema, job.config, target.plan.crews)
         shards = _shards_to_do(storage, record.schema, job.config.batch_size, lengths, target.plan.crews)
         begun = _Begun(lock.holder, shards, not record.weights)
-        world.share("begun", begun.to_json)
+        world.share("begun", lambda: asdict(begun))
         if begun.needs_weights:
             record = _write_weights(storage, record, target, check)
         if not state_ledger(storage, record.schema).committed():  # whoever was here before has left nothing
@@ -145,7 +131,7 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
 
 
 def _fill_as_follower(world: World, storage: LocalStorage, target: JobTarget, *, smoke: bool) -> None:
-    begun = _Begun.from_json(world.receive("begun"))
+    begun = _Begun(**cast("dict[str, Any]", world.receive("begun")))
     record = read_record(storage)
     if begun.needs_weights:
         target.loaded.weights()
@@ -214,7 +200,7 @@ def _shards_to_do(
 
 
 def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:
-    wanted, shards = _SHARDS_A_WORKER * workers, schema.tokens.num_shards
+    wanted, shards = _SHARDS_PER_WORKER * workers, schema.tokens.num_shards
     better = max(1, schema.num_samples // wanted // config.batch_size) * config.batch_size
     if workers > 1 and shards < wanted and better < schema.shard_size:
         _log.warning(

@@ -25,6 +25,7 @@ from dspark_store.format.manifest import (
 from dspark_store.format.metadata import COPY_KEY, has_store, read_record
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.job_target import TargetDescription, describe_target
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.sources import Source, apply_chat_template_option, chat_template_sha256, tokenizer_sha256
@@ -35,35 +36,8 @@ from dspark_store.target.batches import BATCHING_RULE
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import check_capturable, check_fits, target_config_json
 from dspark_store.target.fingerprint import target_fingerprint
-from dspark_store.target.layers import (
-    build_target_layer_ids,
-    cut_target_config,
-    resolve_reduced_target_layers,
-    validate_target_layer_ids,
-)
-from dspark_store.target.load import load_target_config, load_tokenizer, read_model_type, text_config
-from dspark_store.target.parallel import ParallelPlan, ReduceDtype
-from dspark_store.target.source import TargetSource, locate
-
-
-@dataclass(frozen=True, slots=True)
-class TargetDescription:
-    """The target as its configuration describes it, before any weight is loaded.
-
-    ``config`` is that of its first ``num_layers`` layers where it is cut to them, and of the whole target where that
-    is None; ``depth`` counts the layers of the whole target.
-    """
-
-    source: TargetSource
-    model_type: str
-    config: PretrainedConfig
-    depth: int
-    num_layers: int | None
-
-    @property
-    def text(self) -> PretrainedConfig:
-        """The part of ``config`` that describes the language model."""
-        return text_config(self.config)
+from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
+from dspark_store.target.load import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +92,6 @@ def existing_record(storage: LocalStorage, *, resume: bool) -> StoreRecord | Non
             + "choose another --output-dir"
         )
     return None
-
-
-def describe_target(config: PrecomputeConfig) -> TargetDescription:
-    """Read the target's configuration; ValueError when there is none, or it is of no use."""
-    source = TargetSource(config.target_model, config.trust_remote_code)
-    model_type = read_model_type(source)
-    target_config = load_target_config(source)
-    depth = int(text_config(target_config).num_hidden_layers)
-    num_layers = resolve_reduced_target_layers(depth, config.target_num_hidden_layers)
-    if num_layers is not None:
-        target_config = cut_target_config(target_config, num_layers)
-    return TargetDescription(source, model_type, target_config, depth, num_layers)
 
 
 def plan_job(
@@ -187,34 +149,6 @@ def _source_context(
         recorded=before if isinstance(before, Mapping) else None,
         **option_values(config),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TargetShape:
-    """How a job's ranks share the target, and how many of its first layers they load, None for all."""
-
-    plan: ParallelPlan
-    num_layers: int | None
-
-
-def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescription | None = None) -> TargetShape:
-    """Decide how ``world_size`` ranks share the target, from its description alone, which is read if not given.
-
-    ValueError naming the axis when the target cannot be shared out so.
-    """
-    if config.device_map is not None and world_size > 1:
-        raise ValueError(f"device-map {config.device_map} places the target in one process: run it without torchrun")
-    target = target or describe_target(config)
-    plan = ParallelPlan(
-        world_size,
-        fsdp=config.resolved_fsdp_size(target.model_type, world_size),
-        tp=config.tp_size,
-        ep=config.ep_size,
-        pp=config.pp_size,
-        reduce_dtype=cast(ReduceDtype, config.reduce_dtype),
-    )
-    plan.check(target.text, gguf=locate(target.source).gguf_file is not None)
-    return TargetShape(plan, target.num_layers)
 
 
 def check_identity(recorded: StoreRecord, job: Job) -> None:

@@ -1,94 +1,142 @@
-"""What a finished job tells its user."""
+"""What a capture counts and tells: while it runs, and at its end."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
-import numpy as np
-
-from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import distinct_bytes
-from dspark_store.format.sizes import padded_bytes, ragged_rows_bytes
-from dspark_store.precompute.capture import CaptureReport
-from dspark_store.precompute.refusals import source_reports
-from dspark_store.precompute.undo import UnsupervisedError
+from dspark_store.format.manifest import StoreRecord
+from dspark_store.format.sizes import Volume, padded_bytes, ragged_rows_bytes
+from dspark_store.precompute.estimate import stored_range
+from dspark_store.precompute.ranks import World
+from dspark_store.progress import Progress, start_progress
 from dspark_store.readers.cache import Cache
-from dspark_store.sources.source import Source
 from dspark_store.text import say, size_text, time_text
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SampleCounts:
-    """How many of ``samples`` are cut at ``seq_length``, or have no supervised token.
+class CaptureReport:
+    """What one job captured, on all of its ranks."""
 
-    ``cut`` were cut for certain; at most ``perhaps_cut`` more were, which a run before has tokenised: it is known of
-    them that they fill ``seq_length``, and no more.
+    shards: int
+    tokens: int
+    stored_bytes: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Valid tokens a second, writing included; 0 when nothing was captured."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class CaptureCounts:
+    """Adds up what the ranks of a job have captured of ``shards``, and shows it on rank 0.
+
+    ``lengths`` are the tokens of all N samples; only rank 0 need know them.
     """
 
-    samples: int
-    seq_length: int
-    cut: int
-    perhaps_cut: int
-    unsupervised: int
+    def __init__(self, world: World, record: StoreRecord, shards: Sequence[int], lengths: Sequence[int]) -> None:
+        self._world = world
+        self._started = time.monotonic()
+        self._todo, self._done_before = 0, 0
+        self._expected = ""
+        self._bar: Progress | None = None
+        if world.leads:
+            rows = [row for shard in shards for row in record.schema.tokens.rows(shard)]
+            todo = [lengths[row] for row in rows]
+            self._todo, self._done_before = sum(todo), sum(lengths) - sum(todo)
+            least, most = stored_range(record.schema, record.last_layer, Volume.of(record.schema, todo, todo))
+            self._expected = f"{size_text(least)} to {size_text(most)} expected in all"
+            self._bar = start_progress("capture", sum(lengths), "tokens", self._done_before)
 
-    @classmethod
-    def of(
-        cls,
-        source: Source,
-        seq_length: int,
-        lengths: np.ndarray | Sequence[int],
-        supervised: np.ndarray | Sequence[int],
-        read_before: np.ndarray | None = None,
-    ) -> SampleCounts:
-        """Count all samples, (samples,) each, that a source has just given, but for those that were ``read_before``."""
-        cut, perhaps = sum(report.truncated for _, report in source_reports(source)), 0
-        if read_before is not None and read_before.any() and _truncates(source.identity()):
-            perhaps = int((np.asarray(lengths)[read_before] == seq_length).sum())
-        return cls(len(lengths), seq_length, cut, perhaps, int((np.asarray(supervised) == 0).sum()))
+    def __enter__(self) -> Self:
+        return self
 
-    def lines(self) -> tuple[str, str]:
-        """Return what is cut and what is not supervised, in numbers and percent."""
-        return self._text(self.cut, self.cut + self.perhaps_cut), self._text(self.unsupervised)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            if error is None:
+                self._show(self._count("tokens"))
+            self._bar.__exit__(kind, error, trace)
 
-    def _text(self, least: int, most: int | None = None) -> str:
-        shares = [f"{count / max(1, self.samples):.1%}" for count in (least, most) if count is not None]
-        if most in (None, least):
-            return f"{least:,} ({shares[0]})"
-        return f"{least:,} to {most:,} ({shares[0]} to {shares[1]})"
+    def batch(self, tokens: int) -> None:
+        """Count the valid tokens of a batch."""
+        self._show(self._world.keys.add("tokens", tokens))
 
-    def check(self) -> None:
-        """Warn when most samples have no supervised token; UnsupervisedError when there are some and none has."""
-        if self.samples and self.unsupervised == self.samples:
-            raise UnsupervisedError(
-                f"none of the {self.samples:,} samples has a supervised token, so there is nothing to learn from them: "
-                "see what is supervised with dspark-store tokens (an assistant must speak, before --seq-length)"
-            )
-        if self.unsupervised > self.samples / 2:
-            _log.warning(
-                "most samples, %s of %s, have no supervised token: see what is supervised with dspark-store tokens",
-                *(self._text(self.unsupervised), f"{self.samples:,}"),
-            )
+    def committed(self, tokens: int, stored_bytes: int) -> None:
+        """Count a committed shard: its valid tokens and its bytes."""
+        for name, count in (("bytes", stored_bytes), ("stored tokens", tokens), ("shards", 1)):
+            self._world.keys.add(name, count)
+
+    def wait_for_all(self, shards: int) -> None:
+        """Wait until so many shards are committed, and show what others do. StoppedError when the job ends before."""
+
+        def all_committed() -> bool | None:
+            self._show(self._count("tokens"))
+            return self._count("shards") >= shards or None
+
+        self._world.wait_for(all_committed)
+
+    def report(self, seconds: float) -> CaptureReport:
+        """Return what was committed, and the tokens of all shards that were to do."""
+        return CaptureReport(self._count("shards"), self._todo, self._count("bytes"), seconds)
+
+    def _count(self, name: str) -> int:
+        return self._world.keys.add(name, 0)
+
+    def _show(self, tokens: int) -> None:
+        if self._bar is not None:
+            self._bar.reach(self._done_before + tokens, self._note)
+
+    def _note(self) -> str:
+        stored, tokens = self._count("bytes"), self._count("stored tokens")
+        if not stored or not tokens:
+            return self._expected
+        rate = stored / (time.monotonic() - self._started)
+        return f"{size_text(rate)}/s written, about {size_text(stored / tokens * self._todo)} in all"
 
 
-def print_counts(counts: SampleCounts) -> None:
-    """Print what is cut and not supervised of the tokens, before their states are captured."""
-    cut, unsupervised = counts.lines()
-    say(
-        f"tokens   {counts.samples:,} samples: {cut} cut at seq-length {counts.seq_length}, {unsupervised} without a "
-        "supervised token"
-    )
+@dataclass(slots=True)
+class Profile:
+    """Seconds of one rank's main thread, by what it did. ``wait`` is for the encoders, the disk or another rank."""
 
+    forward: float = 0.0
+    copy: float = 0.0
+    wait: float = 0.0
+    commit: float = 0.0
+    _counted: float = field(default=0.0, init=False)
 
-def _truncates(identity: Mapping[str, JsonValue]) -> bool:
-    """Tell whether a source, or a part of a blend, cuts what is too long."""
-    parts = identity.get("parts")
-    if identity.get("type") == "blend" and isinstance(parts, list):
-        return any(isinstance(part, Mapping) and _truncates(part) for part in parts)
-    return identity.get("over_long") == "truncate"
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the block's seconds to ``what``, but for those that a block inside it counts as something else."""
+        started, counted = time.perf_counter(), self._counted
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started - (self._counted - counted)
+            self._counted += spent
+            setattr(self, what, getattr(self, what) + spent)
+
+    def lines(self, seconds: float, encode: float, write: float) -> Iterator[str]:
+        """Yield the summary that ``--profile`` prints. ``encode`` and ``write`` are seconds of other threads."""
+        rest = seconds - self.forward - self.copy - self.wait - self.commit
+        shares = {
+            "forward": (self.forward, "the target's forwards"),
+            "copy": (self.copy, "waiting for copies off the device"),
+            "waiting": (self.wait, "for the encoders, the disk or other ranks"),
+            "commit": (self.commit, "the last chunks, fsync and ledger rows"),
+            "rest": (rest, "reading tokens, making batches"),
+        }
+        for name, (spent, what) in shares.items():
+            yield f"profile  {name:8} {spent:9.2f} s {spent / seconds if seconds else 0:6.1%}  {what}"
+        yield f"profile  {'encode':8} {encode:9.2f} s        in threads, beside all that"
+        yield f"profile  {'write':8} {write:9.2f} s        in a thread, beside all that"
 
 
 def stored_bytes(cache: Cache) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.fill import fill_store
-from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job, plan_target
-from dspark_store.precompute.loaded import JobTarget
+from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job
+from dspark_store.precompute.job_target import JobTarget, plan_target
 from dspark_store.precompute.ranks import World, join_world
 from dspark_store.precompute.report import print_report
 from dspark_store.precompute.settings import PrecomputeConfig

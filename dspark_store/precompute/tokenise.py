@@ -10,7 +10,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.precompute.refusals import no_samples
+from dspark_store.precompute.rows import no_samples
 from dspark_store.progress import start_progress
 from dspark_store.sources.source import Resuming, Sample, Source, SourceError
 from dspark_store.writers.publish import settle_tokens

@@ -27,6 +27,7 @@ from dspark_store.text import show
 
 FAILED, TERMINATED = 3, 128 + signal.SIGTERM
 _LAST_LOOK_SECONDS = 0.5
+_TERMINATION = "terminated: what is committed stays; go on with --resume"
 
 
 class StoppedError(Exception):
@@ -181,7 +182,10 @@ class Watch:
             self._looked.clear()
             self._look.set()
             self._looked.wait(_LAST_LOOK_SECONDS)
-        self.stop("terminated: what is committed stays; go on with --resume", TERMINATED, self._patience.preemption)
+        with self._stopping:
+            if str(self._reason).endswith(_TERMINATION):  # of all ranks that were told to end, another was quicker
+                self._reason = None
+        self.stop(_TERMINATION, TERMINATED, self._patience.preemption)
 
     def _ask_around(self, peers: Peers) -> None:
         """Show a sign of life and look at those of others, until there is a reason to stop."""

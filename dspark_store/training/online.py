@@ -22,7 +22,8 @@ from dspark_store.format.metadata import has_store, read_metadata, write_metadat
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
-from dspark_store.precompute.job import Job, check_identity, describe_target, plan_job
+from dspark_store.precompute.job import Job, check_identity, plan_job
+from dspark_store.precompute.job_target import describe_target
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.cache import Cache

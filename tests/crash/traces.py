@@ -11,7 +11,7 @@ from typing import Any
 
 from dspark_store.precompute.capture import CaptureContext, ShardCapture
 from dspark_store.precompute.crew import Crew
-from dspark_store.precompute.loaded import JobTarget
+from dspark_store.precompute.job_target import JobTarget
 from dspark_store.precompute.watch import Watch
 from dspark_store.target.sharded import ShardedTarget
 from dspark_store.writers.states import StateShardWriter
@@ -23,7 +23,7 @@ COUNTED_CALLS = ("fsync", "replace", "link", "unlink", "mkdir")
 
 STAGES: dict[str, tuple[Any, str]] = {
     "plan": (import_module("dspark_store.precompute.run"), "plan_job"),
-    "load": (import_module("dspark_store.precompute.loaded"), "load_sharded_target"),
+    "load": (import_module("dspark_store.precompute.job_target"), "load_sharded_target"),
     "tokenise": (import_module("dspark_store.precompute.tokenise"), "write_token_shard"),
     "take": (Crew, "next_shard"),
     "forward": (CaptureContext, "forward"),

@@ -1,7 +1,6 @@
 """What is planned before any weight is loaded: a target cut to its first layers, and what the target can take."""
 
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ import dspark_store as ds
 from dspark_store.cli.main import main as command
 from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.job import plan_job, plan_target
+from dspark_store.precompute.job import plan_job
+from dspark_store.precompute.job_target import plan_target
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from tests.precompute.jobs import arguments, differing_samples, precompute, refused
 from tests.tiny import NUM_LAYERS, VOCAB_SIZE, save_target_dir, tiny_gpt2, tiny_llama, tiny_tokenizer
 
-job_module = import_module("dspark_store.precompute.job")
 CUT = ("--target-num-hidden-layers", 2)
 
 
@@ -96,7 +95,7 @@ def test_a_target_whose_tokenizer_has_no_usable_pad_or_end_is_captured(tmp_path,
 def test_a_description_of_the_target_is_read_once(job, monkeypatch):
     config = parse_arguments(job(*CUT))
     planned = plan_job(config)
-    monkeypatch.setattr(job_module, "load_target_config", None)
+    monkeypatch.setattr("dspark_store.precompute.job_target.load_target_config", None)
     assert plan_target(config, 1, planned.target).num_layers == 2
     assert plan_job(config, planned.target).manifest == planned.manifest
 

@@ -1,127 +1,163 @@
-"""What a user is told of the tokens before the target is loaded: what is cut, not supervised, or left out."""
+"""What a capture counts on all ranks, and tells while it runs and at its end."""
 
-import logging
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
-from dspark_store.format.ledger import token_ledger
-from dspark_store.format.metadata import read_record
-from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute import tokenise as tokenise_module
-from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.report import SampleCounts
-from tests.precompute.jobs import interrupted, refused, sharded_module, write_rows
+from dspark_store.precompute.ranks import World
+from dspark_store.precompute.rendezvous import Keys
+from dspark_store.precompute.report import CaptureCounts, Profile
+from dspark_store.precompute.watch import Watch
+from dspark_store.progress import Unseen, progress_shown_by
+from tests.writers.small_store import LENGTHS, small_record
 
-QUESTION = {"messages": [{"role": "user", "content": "nobody answers"}]}
-ORDERED = ("--shuffle-seed", "none", "--seq-length", 32)
-FULL, LONG = "x" * 24, "x" * 40  # a chat of one question has 8 tokens beside its answer
+SHARDS = (1, 2)  # rows 4 to 9: 45 of 81 tokens
+
+
+class Noted(Unseen):
+    """Progress that keeps what it is given."""
+
+    def __init__(self, what, total, unit, done):
+        self.begun = (what, total, unit, done)
+        self.reached: list[tuple[int, str]] = []
+
+    def reach(self, units, note):
+        self.reached.append((units, note()))
 
 
 @pytest.fixture
-def rows(tmp_path):
-    """One of these chats fills 32 tokens, two are longer, and two have no answer."""
-    return write_rows(tmp_path / "rows.jsonl", [LONG, "one", FULL, QUESTION, "two", LONG, "three", QUESTION])
+def shown():
+    """All progress that is shown."""
+    bars: list[Noted] = []
+
+    def show(*begun):
+        bars.append(Noted(*begun))
+        return bars[-1]
+
+    with progress_shown_by(show):
+        yield bars
 
 
-def told(capsys):
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens   ")]
-    return line
+@pytest.fixture
+def count():
+    """Make the counts of two ranks, of which rank 0 shows."""
+    keys = Keys()
+    record = small_record()
+    record = replace(record, schema=record.schema.settled(len(LENGTHS)))
+    with Watch(0, 1, None) as watch:
+        worlds = [World(rank, 2, rank, keys, watch) for rank in range(2)]
+        yield lambda: [CaptureCounts(world, record, SHARDS, LENGTHS if world.leads else ()) for world in worlds]
 
 
-def test_what_is_cut_and_not_supervised_is_told_before_the_target_is_loaded(job, rows, capsys, monkeypatch):
-    before_loading = []
+def test_a_report_is_of_all_ranks(count):
+    leader, follower = count()
+    with leader, follower:
+        leader.batch(25)
+        follower.batch(20)
+        leader.committed(10, 1000)
+        follower.committed(5, 500)
+    report = leader.report(9.0)
+    assert (report.shards, report.tokens, report.stored_bytes, report.tokens_per_second) == (2, 45, 1500, 5.0)
 
-    def load(*args, **options):
-        before_loading.append(told(capsys))
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(sharded_module, "load_target", load)
-    assert main(job(*ORDERED, data=rows)) == 130
-    assert before_loading == [
-        "tokens   8 samples: 2 (25.0%) cut at seq-length 32, 2 (25.0%) without a supervised token"
+def test_rank_0_alone_shows_what_all_have_done_on_top_of_what_was_done_before(count, shown):
+    leader, follower = count()
+    with leader, follower:
+        leader.batch(25)
+        follower.batch(20)
+    (bar,) = shown
+    assert bar.begun == ("capture", 81, "tokens", 36)
+    assert [units for units, _ in bar.reached] == [36 + 25, 36 + 45]
+
+
+def test_rank_0_waits_until_all_shards_are_committed_and_shows_what_others_do(count, shown):
+    leader, follower = count()
+    with leader:
+        follower.batch(45)
+        follower.committed(45, 1)
+        late = threading.Timer(0.05, follower.committed, (0, 1))
+        late.start()
+        leader.wait_for_all(2)
+        assert leader.report(1.0).shards == 2
+    assert shown[0].reached[0][0] == 81
+
+
+def test_a_note_tells_the_size_to_come(count, shown):
+    leader, _ = count()
+    with leader:
+        leader.batch(24)  # not committed yet: nobody knows what they take
+        leader.committed(24, 24_000)
+        leader.batch(10)
+    notes = [note for _, note in shown[0].reached]
+    assert notes[0].endswith("expected in all")
+    assert notes[1].endswith("/s written, about 45.00 KB in all")
+
+
+def test_a_job_that_took_no_time_has_no_rate(count):
+    leader, _ = count()
+    with leader:
+        pass
+    assert leader.report(0.0).tokens_per_second == 0
+
+
+@pytest.fixture
+def pass_time(monkeypatch):
+    """Let time pass only when told."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def go(seconds):
+        now[0] += seconds
+
+    return go
+
+
+def test_blocks_of_one_kind_add_up(pass_time):
+    profile = Profile()
+    for seconds in (2, 3):
+        with profile.timed("forward"):
+            pass_time(seconds)
+        pass_time(7)
+    assert (profile.forward, profile.copy, profile.wait, profile.commit) == (5, 0, 0, 0)
+
+
+def test_what_is_timed_inside_another_block_is_not_counted_twice(pass_time):
+    profile = Profile()
+    with profile.timed("commit"):
+        pass_time(1)
+        with profile.timed("wait"):
+            pass_time(10)
+            with profile.timed("copy"):
+                pass_time(100)
+        pass_time(2)
+    assert (profile.commit, profile.wait, profile.copy) == (3, 10, 100)
+
+
+def test_a_block_that_fails_is_counted(pass_time):
+    profile = Profile()
+
+    def fail():
+        pass_time(4)
+        raise KeyError
+
+    with pytest.raises(KeyError), profile.timed("wait"):
+        fail()
+    assert profile.wait == 4
+
+
+def test_the_shares_are_of_the_whole_and_threads_stand_beside_it():
+    lines = list(Profile(forward=6, copy=1, wait=1, commit=1).lines(10.0, encode=8, write=2))
+    assert [line.split()[1:5] for line in lines[:5]] == [
+        ["forward", "6.00", "s", "60.0%"],
+        ["copy", "1.00", "s", "10.0%"],
+        ["waiting", "1.00", "s", "10.0%"],
+        ["commit", "1.00", "s", "10.0%"],
+        ["rest", "1.00", "s", "10.0%"],
     ]
+    assert [line.split()[1:4] for line in lines[5:]] == [["encode", "8.00", "s"], ["write", "2.00", "s"]]
 
 
-@pytest.mark.usefixtures("no_target")
-def test_an_estimate_tells_the_same(job, rows, capsys):
-    assert main(job(*ORDERED, "--estimate", data=rows)) == 0
-    printed = capsys.readouterr().out
-    assert "cut at seq-length  2 (25.0%)\n" in printed
-    assert "unsupervised       2 (25.0%)\n" in printed
-
-
-@pytest.mark.parametrize(
-    ("kept", "cut"), [((), "2 (25.0%)"), ((0,), "1 to 3 (12.5% to 37.5%)"), ((0, 1), "0 to 3 (0.0% to 37.5%)")]
-)
-def test_a_resume_says_between_which_numbers_those_cut_before_lie(job, rows, capsys, kept, cut):
-    output = interrupted(job(*ORDERED, data=rows), tokenise_module, "settle_tokens")
-    for shard in {0, 1}.difference(kept):
-        token_ledger(LocalStorage(output)).retract(shard)
-    capsys.readouterr()
-    assert main(job(*ORDERED, "--resume", data=rows)) == 0
-    assert told(capsys) == f"tokens   8 samples: {cut} cut at seq-length 32, 2 (25.0%) without a supervised token"
-
-
-def test_pieces_that_fill_the_length_are_not_cut(job, rows, capsys):
-    flags = (*ORDERED, "--over-long", "split")
-    interrupted(job(*flags, data=rows))
-    assert main(job(*flags, "--resume", data=rows)) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens")]
-    assert [line.split(": ")[1].split(" cut")[0] for line in lines] == ["0 (0.0%)", "0 (0.0%)"]
-
-
-@pytest.mark.usefixtures("no_target")
-@pytest.mark.parametrize("flags", [(), ("--estimate",)])
-def test_samples_of_which_none_is_supervised_are_an_error_and_nothing_is_left(job, tmp_path, capsys, flags):
-    data = write_rows(tmp_path / "rows.jsonl", [QUESTION] * 5)
-    line = refused(job(*flags, data=data), capsys)
-    assert "none of the 5 samples has a supervised token" in line
-    assert list(tmp_path.iterdir()) == [data]
-
-
-@pytest.mark.usefixtures("no_target")
-def test_nothing_is_left_when_a_resume_finds_that_none_is_supervised(job, tmp_path, capsys):
-    data = write_rows(tmp_path / "rows.jsonl", [QUESTION] * 5)
-    output = interrupted(job(data=data), tokenise_module, "settle_tokens")
-    assert read_record(LocalStorage(output)).phase == "tokens"
-    assert "none of the 5 samples has a supervised token" in refused(job("--resume", data=data), capsys)
-    assert list(output.iterdir()) == []
-
-
-def test_a_smoke_test_of_rows_without_an_answer_says_nothing_about_the_rest(job, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", [QUESTION, QUESTION, "one"])
-    assert main(job("--smoke", 2, "--shuffle-seed", "none", data=data)) == 0
-
-
-@pytest.mark.parametrize(("unsupervised", "warned"), [(2, 0), (3, 1)])
-def test_a_warning_tells_when_most_samples_are_not_supervised(caplog, unsupervised, warned):
-    with caplog.at_level(logging.WARNING):
-        SampleCounts(4, 32, 0, 0, unsupervised).check()
-    assert caplog.text.count(f"most samples, {unsupervised} (75.0%) of 4, have no supervised token") == warned
-
-
-@pytest.mark.usefixtures("no_target")
-@pytest.mark.parametrize("command", [(), ("--estimate",)])
-@pytest.mark.parametrize(
-    ("flags", "reasons"),
-    [
-        (("--over-long", "drop"), "of 3 rows read, 3 are longer than seq-length and dropped"),
-        (("--min-supervised", 10), "of 3 rows read, 3 have fewer supervised tokens than min-supervised"),
-    ],
-)
-def test_a_source_whose_filters_leave_nothing_says_why(job, tmp_path, capsys, flags, reasons, command):
-    data = write_rows(tmp_path / "rows.jsonl", ["x" * 9] * 3)
-    line = refused(job("--seq-length", 15, *flags, *command, data=data), capsys)
-    assert line == f"error: the source has no samples: {reasons}"
-    assert list(tmp_path.iterdir()) == [data]
-
-
-@pytest.mark.usefixtures("no_target")
-def test_each_part_of_a_blend_that_gives_nothing_says_why(job, tmp_path, capsys):
-    data = write_rows(tmp_path / "rows.jsonl", ["x", {"text": "?"}])
-    blend = f"[{{source: {{type: chat, path: {data}, min_supervised: 9}}, name: few}}]"
-    line = refused(job("--on-bad-row", "skip", "--max-refused", 0.5, "--input-data", blend), capsys)
-    assert (
-        "no samples: few: of 2 rows read, 1 have fewer supervised tokens than min-supervised, 1 cannot be used" in line
-    )
-    assert f"(1 such as {data}, line 2: the row has neither" in line
+def test_a_job_that_took_no_time_has_shares_of_nothing():
+    assert all("%" not in line or " 0.0%" in line for line in Profile().lines(0.0, 0, 0))

@@ -198,16 +198,24 @@ def test_rank_0_is_told_that_it_makes_no_progress_itself():
 
 
 def test_work_shows_its_steps_and_signs_and_whatever_is_no_work_shows_that_its_process_lives():
-    keys, signs = Keys(), iter(range(10**6))
+    keys, sign = Keys(), ["first"]
+
+    def shown():
+        return keys.get("progress/1") or ""
+
     with Watch(1, 2, keys, QUICK) as watch:
-        until(lambda: (keys.get("progress/1") or "").startswith("beat 3"))
-        with watch.working(lambda: next(signs)):
-            until(lambda: keys.get("progress/1") == "0 3")
+        until(lambda: shown().startswith("beat"))
+        before = shown()
+        until(lambda: shown() != before)
+        with watch.working(lambda: sign[0]):
+            until(lambda: shown() == "0 first")
+            sign[0] = "second"
+            until(lambda: shown() == "0 second")
             watch.progress()
-            until(lambda: (keys.get("progress/1") or "").startswith("1 "))
+            until(lambda: shown() == "1 second")
             watch.pause(0)
-            until(lambda: (keys.get("progress/1") or "").startswith("2 "))
-        until(lambda: (keys.get("progress/1") or "").startswith("beat"))
+            until(lambda: shown() == "2 second")
+        until(lambda: shown().startswith("beat"))
 
 
 def test_a_rank_that_has_not_come_or_has_left_well_does_not_stand_still():
@@ -337,6 +345,15 @@ def test_torchruns_sigterm_after_a_failure_is_told_as_the_failure():
         keys.setdefault("failure", json.dumps({"rank": 0, "message": "no space is left"}))
         os.kill(os.getpid(), signal.SIGTERM)
         assert ends_with(watch, "rank 0: no space is left").exit_code == FAILED
+
+
+def test_of_ranks_that_are_told_to_end_together_none_takes_another_for_failed():
+    keys = Keys()
+    with Watch(1, 2, keys) as watch:
+        message = "terminated: what is committed stays; go on with --resume"
+        keys.setdefault("failure", json.dumps({"rank": 0, "message": message}))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ends_with(watch, "^terminated").exit_code == TERMINATED
 
 
 def test_sigterm_is_a_reason_to_stop_and_other_signals_are_not():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.format.schema import IDS, MASK
-from dspark_store.precompute.refusals import no_samples
+from dspark_store.precompute.rows import no_samples
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Sample, Source

@@ -18,8 +18,7 @@ from dspark_store.inspection.estimate.measurement import Measurement, TrialEncod
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, check_identity, plan_job
-from dspark_store.precompute.refusals import tell_refusals
-from dspark_store.precompute.report import SampleCounts
+from dspark_store.precompute.rows import SampleCounts, tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex

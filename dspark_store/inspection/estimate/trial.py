@@ -10,8 +10,8 @@ import torch
 
 from dspark_store.format.token_shards import TokenRows
 from dspark_store.inspection.estimate.measurement import RowStates, TrialEncoder
-from dspark_store.precompute.job import Job, plan_target
-from dspark_store.precompute.loaded import JobTarget
+from dspark_store.precompute.job import Job
+from dspark_store.precompute.job_target import JobTarget, plan_target
 from dspark_store.precompute.ranks import join_world
 from dspark_store.target.batches import batches_of, padded_batch
 from dspark_store.target.capture import StageStates

@@ -1,4 +1,4 @@
-"""The target of a job on one rank: loaded when it is first needed, alone or together with other ranks, then kept."""
+"""The target of a job: described before any weight is loaded, shared out to ranks, loaded when it is first needed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,115 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from dspark_store.format.ledger import state_ledger
+from dspark_store.format.manifest import (
+    StoreRecord,
+)
+from dspark_store.format.storage import Storage
 from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
 from dspark_store.target.axes import ShardGroups, open_shard_groups
 from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
-from dspark_store.target.load import input_device, load_target
-from dspark_store.target.parallel import ParallelPlan
+from dspark_store.target.layers import cut_target_config, resolve_reduced_target_layers
+from dspark_store.target.load import input_device, load_target, load_target_config, read_model_type, text_config
+from dspark_store.target.parallel import ParallelPlan, ReduceDtype
 from dspark_store.target.sharded import ShardedTarget, load_sharded_target
-from dspark_store.target.source import TargetSource
+from dspark_store.target.source import TargetSource, locate
 
 _log = logging.getLogger(__name__)
 _GRACE_MINUTES = 1.0
 """What a collective may take longer than a rank without progress, so that the watch, which can name it, is first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDescription:
+    """The target as its configuration describes it, before any weight is loaded.
+
+    ``config`` is that of its first ``num_layers`` layers where it is cut to them, and of the whole target where that
+    is None; ``depth`` counts the layers of the whole target.
+    """
+
+    source: TargetSource
+    model_type: str
+    config: PretrainedConfig
+    depth: int
+    num_layers: int | None
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The part of ``config`` that describes the language model."""
+        return text_config(self.config)
+
+
+def describe_target(config: PrecomputeConfig) -> TargetDescription:
+    """Read the target's configuration; ValueError when there is none, or it is of no use."""
+    source = TargetSource(config.target_model, config.trust_remote_code)
+    model_type = read_model_type(source)
+    target_config = load_target_config(source)
+    depth = int(text_config(target_config).num_hidden_layers)
+    num_layers = resolve_reduced_target_layers(depth, config.target_num_hidden_layers)
+    if num_layers is not None:
+        target_config = cut_target_config(target_config, num_layers)
+    return TargetDescription(source, model_type, target_config, depth, num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """How a job's ranks share the target, and how many of its first layers they load, None for all."""
+
+    plan: ParallelPlan
+    num_layers: int | None
+
+
+def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescription | None = None) -> TargetShape:
+    """Decide how ``world_size`` ranks share the target, from its description alone, which is read if not given.
+
+    ValueError naming the axis when the target cannot be shared out so.
+    """
+    if config.device_map is not None and world_size > 1:
+        raise ValueError(f"device-map {config.device_map} places the target in one process: run it without torchrun")
+    target = target or describe_target(config)
+    plan = ParallelPlan(
+        world_size,
+        fsdp=config.resolved_fsdp_size(target.model_type, world_size),
+        tp=config.tp_size,
+        ep=config.ep_size,
+        pp=config.pp_size,
+        reduce_dtype=cast(ReduceDtype, config.reduce_dtype),
+    )
+    plan.check(target.text, gguf=locate(target.source).gguf_file is not None)
+    return TargetShape(plan, target.num_layers)
+
+
+def equality_class(plan: ParallelPlan, device: torch.device) -> str:
+    """Name what decides the last bits of a state: the kind of device, and how its sums are split.
+
+    A replicated target, FSDP2, expert parallelism and a pipeline give the bits of one device; tensor parallelism does
+    not.
+    """
+    return f"{device.type} {plan.equality_class}"
+
+
+def check_equality_class(
+    storage: Storage, record: StoreRecord, plan: ParallelPlan, device: torch.device, *, allow: bool
+) -> None:
+    """Raise ValueError when shards of the store were captured in another class, unless that is allowed."""
+    own = equality_class(plan, device)
+    others = {str(producer["equality_class"]) for producer in record.producers if "equality_class" in producer} - {own}
+    if others and not allow and state_ledger(storage, record.schema).committed():
+        raise ValueError(
+            f"the store was begun in the equality class {min(others)!r} and this run is in {own!r}: its states may "
+            "differ in the last bits; run it as it was begun, or allow that with --mix-equality-classes"
+        )
 
 
 def rank_device(config: PrecomputeConfig, world: World) -> torch.device:

@@ -1,14 +1,19 @@
-"""Where a rank runs the target: on a device of its own, chosen before anything is allocated on another."""
+"""Where a rank runs the target, on a device of its own; and which ways of running it give the same bits."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dspark_store.cli.precompute import parse_arguments
-from dspark_store.precompute.loaded import JobTarget, rank_device
+from dspark_store.format.schema import STATE_LEDGER
+from dspark_store.format.storage import LocalStorage
+from dspark_store.precompute.job_target import JobTarget, check_equality_class, equality_class, rank_device
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import Watch
 from dspark_store.target.parallel import ParallelPlan
+from tests.writers.small_store import small_record
 
 REQUIRED = ("--target-model", "org/target", "--input-data", "chats.jsonl", "--output-dir", "store")
 
@@ -90,3 +95,54 @@ def test_a_device_that_cannot_be_used_is_named(gpus, monkeypatch):
 
 def test_ranks_on_a_cpu_need_no_number():
     assert rank_device(settings("--device", "cpu"), world(2, None)) == torch.device("cpu")
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+TP2 = ParallelPlan(2, tp=2, reduce_dtype="fp32")
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path / "store")
+
+
+def record_by(*classes):
+    """Return the record of a store to which jobs of these equality classes have written, the last one unnamed."""
+    record = small_record()
+    producers = tuple({"host": "x", "equality_class": name} for name in classes)
+    return replace(record, schema=record.schema.settled(4), producers=({"host": "old"}, *producers))
+
+
+def with_a_shard(storage):
+    storage.put(f"{STATE_LEDGER}/c.0.0.0", b"a row")
+    return storage
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(1), ParallelPlan(4), ParallelPlan(2, fsdp=2), ParallelPlan(2, ep=2), ParallelPlan(2, pp=2)]
+)
+def test_whatever_gives_the_bits_of_one_device_is_one_class(plan):
+    assert equality_class(plan, CPU) == "cpu exact"
+
+
+def test_devices_and_tensor_parallelism_are_classes_of_their_own():
+    assert equality_class(ParallelPlan(1), CUDA) == "cuda exact"
+    assert equality_class(TP2, CPU) == "cpu tp2-fp32"
+
+
+def test_another_class_is_refused_by_both_names(storage):
+    expected = "begun in the equality class 'cpu exact' and this run is in 'cpu tp2-fp32'.*--mix-equality-classes"
+    with pytest.raises(ValueError, match=expected):
+        check_equality_class(with_a_shard(storage), record_by("cpu exact"), TP2, CPU, allow=False)
+
+
+def test_another_class_is_taken_when_allowed(storage):
+    check_equality_class(with_a_shard(storage), record_by("cpu exact"), TP2, CPU, allow=True)
+
+
+def test_the_same_class_is_taken_in_another_number(storage):
+    check_equality_class(with_a_shard(storage), record_by("cpu exact"), ParallelPlan(4), CPU, allow=False)
+
+
+def test_a_store_without_a_shard_takes_any_class(storage):
+    check_equality_class(storage, record_by("cpu exact"), TP2, CPU, allow=False)
