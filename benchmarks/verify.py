@@ -28,6 +28,7 @@ from benchmarks.samples import new_schema, synthetic_samples, unsynced, write_sa
 from dspark_store import open_cache
 from dspark_store.format.schema import COLUMNS, LAST
 from dspark_store.format.shard import read_tail
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.verification import verify
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.tensors import batch_shape, batch_tensor
@@ -62,7 +63,7 @@ def state_bytes(cache: Cache) -> int:
 
 def check(cache: Cache, threads: int) -> None:
     """Verify the store, which must be good."""
-    problems = verify(cache.storage, threads=threads).problems
+    problems = verify(cache.storage, workers=Workers(threads)).problems
     if problems:
         raise ValueError(f"{problems[0]} ({len(problems)} problems)")
 

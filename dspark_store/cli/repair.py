@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from dspark_store.cli.workers import add_worker_arguments, workers_of
-from dspark_store.inspection.repair.plan import RepairPlan, repair
+from dspark_store.inspection.repair.plan import repair
+from dspark_store.inspection.repair.state import RepairState
 from dspark_store.text import say
 
 BEYOND_REPAIR = 1
@@ -30,7 +31,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def lines_of(plan: RepairPlan, store: str) -> list[str]:
+def lines_of(plan: RepairState, store: str) -> list[str]:
     """Return what a repair says of itself, and what is to be done next."""
     left = _listed("left", [f"{key}: no name of an object, so move it elsewhere yourself" for key in plan.left])
     if plan.empty:
@@ -49,7 +50,7 @@ def _listed(word: str, keys: Sequence[str]) -> list[str]:
     return [*(f"{word:<12} {key}" for key in keys[:_SHOWN]), *more]
 
 
-def _uncommitted(what: str, shards: Mapping[int, str], plan: RepairPlan) -> list[str]:
+def _uncommitted(what: str, shards: Mapping[int, str], plan: RepairState) -> list[str]:
     lines = [
         f"uncommitted  {what} of shard {shard} (samples {plan.samples_of(shard)}): {why}"
         for shard, why in sorted(shards.items())[:_SHOWN]
@@ -59,12 +60,12 @@ def _uncommitted(what: str, shards: Mapping[int, str], plan: RepairPlan) -> list
     return lines
 
 
-def _next(plan: RepairPlan, store: str) -> str:
-    if plan.complete:
+def _next(plan: RepairState, store: str) -> str:
+    if plan.record.complete:
         return f"{store} is complete"
-    if plan.copied:
+    if plan.record.copied_from is not None:
         return f"next: run the dspark-store rechunk that made {store} once more: it copies what is missing, and no more"
-    if not plan.by_precompute:
+    if "source" not in plan.record.manifest:
         return f"next: write the missing shards of {store} again, as they were written before"
     work = [f"reads the tokens of {_count(len(plan.tokens), 'shard')} from the source"] if plan.tokens else []
     work += [f"runs the target over {_count(plan.samples, 'sample')}"] if plan.samples else []

@@ -104,8 +104,7 @@ def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Wor
         return measure_store(
             cache,
             rules,
-            threads=workers.threads,
-            scheduler=workers.scheduler,
+            workers=workers,
             progress=progress.advance,
             decode=decode,
         )

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.storage import LocalStorage
@@ -34,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="for --recompute: where the target runs; CUDA if there is any")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
-    parser.add_argument("--threads", type=_positive, help="threads that check shards; as many as there are cores")
-    parser.add_argument("--scheduler", help="a dask scheduler (tcp://host:8786) whose workers check the shards instead")
+    add_worker_arguments(parser, "that check shards")
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
 
@@ -71,7 +71,7 @@ def _verify(given: argparse.Namespace, storage: LocalStorage) -> Verification:
             bar = bar or stack.enter_context(start_progress("verify", state.of, "shards"))
             bar.reach(state.shards, lambda: f"{size_text(state.nbytes / max(state.seconds, 1e-9))}/s")
 
-        return verify(storage, quick=given.quick, threads=given.threads, scheduler=given.scheduler, progress=show)
+        return verify(storage, quick=given.quick, workers=workers_of(given), progress=show)
 
 
 def _recompute(

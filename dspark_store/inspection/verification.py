@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dspark_store.format.damage import Problem
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import Storage
-from dspark_store.inspection.shardwise import map_shards
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.strays import Links, find_links
 from dspark_store.readers.verify import survey_store
 
@@ -63,11 +63,10 @@ def verify(
     storage: Storage,
     *,
     quick: bool = False,
-    threads: int | None = None,
-    scheduler: str | None = None,
+    workers: Workers | None = None,
     progress: Callable[[VerificationProgress], None] | None = None,
 ) -> Verification:
-    """Check every object of a store; see `survey_store` and `map_shards` for the options.
+    """Check every object of a store; see `survey_store` and `Workers` for the options.
 
     ``progress`` is called before the first shard and after each. FileNotFoundError or ValueError where there is no
     store, OSError where the scheduler, or a worker the store, cannot be reached.
@@ -83,7 +82,7 @@ def verify(
 
     show()
     if survey.shards:
-        for _, verdict in map_shards(survey.shard_check(), survey.shards, threads=threads, scheduler=scheduler):
+        for _, verdict in (workers or Workers()).each(survey.shard_check(), survey.shards):
             problems += verdict.problems
             samples, nbytes, done = samples + verdict.samples, nbytes + verdict.nbytes, done + 1
             show()

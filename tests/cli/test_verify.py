@@ -73,7 +73,7 @@ def test_where_there_is_no_store_one_line_says_so(tmp_path, capsys):
         (["--recompute", "2"], "--recompute and --target-model go together"),
         (["--target-model", "x"], "--recompute and --target-model go together"),
         (["--recompute", "0", "--target-model", "x"], "must be at least 1, got 0"),
-        (["--threads", "0"], "must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be >= 1, got 0"),
         (["--recompute", "1", "--target-model", "x"], "its states cannot be recomputed, since no precompute wrote it"),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
-from dspark_store.inspection.repair.plan import RepairPlan, repair
+from dspark_store.inspection.repair.plan import repair
+from dspark_store.inspection.repair.state import RepairState
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import CaptureContext
@@ -94,7 +95,7 @@ def _flags(kind: str, target: Path, data: Path) -> list[str]:
     return [*flags, "--target-layer-ids", "0", "1"] if kind == "inner layers" else flags
 
 
-def mended(store: Path) -> RepairPlan:
+def mended(store: Path) -> RepairState:
     """Repair a store."""
     return repair(str(store), Workers(threads=1))
 

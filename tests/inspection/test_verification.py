@@ -14,6 +14,7 @@ from dspark_store.format.damage import Part, Problem
 from dspark_store.format.metadata import COPY_KEY, write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, ranges_text, verify
 from tests.crash.damage import kind_of
 from tests.inspection.faults import SHAPES, Fault, FaultKind, build_victims, copy_store, plant
@@ -55,7 +56,7 @@ def check_faults(victims, folder, count, seed):
         kind, victim = kinds[number % len(kinds)], victims[number // len(kinds) % len(victims)]
         root = copy_store(victim.path, folder / "damaged", links=number % 2 == 0)
         fault = plant(root, kind, seed * count + number, victim.others)
-        problems = verify(LocalStorage(root), threads=1).problems
+        problems = verify(LocalStorage(root), workers=Workers(1)).problems
         assert problems, f"{victim.name}: {fault.what} was not found"
         assert any(names(fault, problem) for problem in problems), (victim.name, fault, problems)
         exact += any(problem.key in fault.keys for problem in problems)
@@ -219,7 +220,7 @@ def test_a_root_that_is_gone_is_a_problem_and_an_empty_folder_is_no_store(tmp_pa
 
 def test_progress_is_told_from_the_first_shard_to_the_last(tmp_path):
     seen: list[VerificationProgress] = []
-    verify(build_store(tmp_path / "store").storage, threads=1, progress=seen.append)
+    verify(build_store(tmp_path / "store").storage, workers=Workers(1), progress=seen.append)
     assert [(state.shards, state.of) for state in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert seen[0].nbytes == 0 < seen[-1].nbytes
 
@@ -240,8 +241,8 @@ def test_a_cluster_finds_what_threads_find(cluster, victims, tmp_path):
         for damage in (None, FaultKind.FLIP, FaultKind.FOREIGN, FaultKind.STALE_ROW):
             if damage is not None:  # in the same place: workers must not go by what they saw before
                 plant(root, damage, number, victim.others)
-            here = verify(LocalStorage(root), threads=2)
-            there = verify(LocalStorage(root), scheduler=cluster.scheduler_address)
+            here = verify(LocalStorage(root), workers=Workers(2))
+            there = verify(LocalStorage(root), workers=Workers(scheduler=cluster.scheduler_address))
             assert facts(here) == facts(there)
             assert bool(here.problems) == (damage is not None)
 
@@ -259,7 +260,7 @@ def test_losing_a_worker_changes_nothing(cluster, tmp_path):
             worker = next(iter(cluster.workers.values()))
             os.kill(worker.pid, signal.SIGKILL)
 
-    there = verify(store.storage, scheduler=cluster.scheduler_address, progress=kill)
+    there = verify(store.storage, workers=Workers(scheduler=cluster.scheduler_address), progress=kill)
     assert killed.is_set()
     assert facts(here) == facts(there)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.damage import Part, Problem
-from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
@@ -29,57 +27,12 @@ from dspark_store.writers.lock import STALE_SECONDS, LostLockError, StoreLock, c
 _WAIT = "wait for it, or end it"
 
 
-@dataclass(frozen=True, slots=True)
-class RepairPlan:
-    """What a repair will do, all of it decided and none of it done.
-
-    ``restored`` are the keys of objects that are put right by the rest of the store, ``removed`` those that are no part
-    of it, ``left`` those of files in the store's folders that no writer names so: whose they are, nobody here knows.
-    ``tokens`` and ``states`` are the shards that are uncommitted, with the reason; ``weights`` why the target's
-    tables are, or "". ``swept`` objects of what is uncommitted are removed. The next precompute runs the target over
-    ``samples`` samples.
-    """
-
-    restored: tuple[str, ...]
-    removed: tuple[str, ...]
-    left: tuple[str, ...]
-    tokens: Mapping[int, str]
-    states: Mapping[int, str]
-    weights: str
-    swept: int
-    grid: ShardGrid
-    samples: int
-    complete: bool
-    by_precompute: bool
-    copied: bool
-    changes: Overlay
-
-    def samples_of(self, shard: int) -> str:
-        """Return the samples of a shard as text."""
-        size = self.grid.shard_size
-        known = shard < self.grid.num_shards  # in a store whose tokens are not settled, no shard is
-        samples = self.grid.rows(shard) if known else range(shard * size, (shard + 1) * size)
-        return f"{samples.start}-{samples.stop - 1}"
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to repair."""
-        return not self.changes.changes
-
-    def apply(self, storage: LocalStorage, check: Callable[[], None] = lambda: None) -> None:
-        """Do it. An interrupted repair is gone on with by planning and doing another one. Needs the store's lock.
-
-        ``check`` is called before every change, and raises when the lock is another's.
-        """
-        self.changes.apply(storage, check)
-
-
 def _refuse_no_store(storage: LocalStorage) -> None:
     if not any(storage.exists(key) for key in (ROOT_KEY, COPY_KEY, *(node_key(column) for column in COLUMNS))):
         raise FileNotFoundError(f"{storage} holds no dspark-store: there is neither {ROOT_KEY} nor an array of one")
 
 
-def repair(root: str, workers: Workers, *, dry_run: bool = False, watch_seconds: float = STALE_SECONDS) -> RepairPlan:
+def repair(root: str, workers: Workers, *, dry_run: bool = False, watch_seconds: float = STALE_SECONDS) -> RepairState:
     """Repair the store at ``root``, under its lock, or only say what would be done; return the plan that was made.
 
     The lock of a job that is gone is taken over; ``watch_seconds`` is what `StoreLock` says.
@@ -96,13 +49,13 @@ def repair(root: str, workers: Workers, *, dry_run: bool = False, watch_seconds:
     try:
         with StoreLock(storage, remedy=_WAIT, watch_seconds=watch_seconds) as lock:
             plan = plan_repair(root, workers)
-            plan.apply(storage, partial(check_lock, storage, lock.holder))
+            plan.storage.apply(storage, partial(check_lock, storage, lock.holder))
     except LostLockError as error:
         raise BlockingIOError(str(error)) from error
     return plan
 
 
-def plan_repair(root: str, workers: Workers) -> RepairPlan:
+def plan_repair(root: str, workers: Workers) -> RepairState:
     """Look at everything in the store at ``root``, and decide what is to be done about what is not as it was.
 
     FileNotFoundError when there is no store, BeyondRepairError when what is damaged can neither be proved nor made
@@ -121,26 +74,11 @@ def plan_repair(root: str, workers: Workers) -> RepairPlan:
     if state.lost:
         uncommit(state)
     _remove_strays(state)
-    swept = sweep(state)
-    schema = state.schema
-    committed = set(state_ledger(storage, schema).committed())
-    grid = schema.tokens
-    there = sum(len(grid.rows(shard)) for shard in committed if shard < grid.num_shards)
-    return RepairPlan(
-        tuple(state.restored),
-        tuple(state.removed),
-        tuple(state.left),
-        state.tokens,
-        state.states,
-        state.weights,
-        swept,
-        schema.tokens,
-        grid.num_samples - there,
-        state.record.complete,
-        "source" in state.record.manifest,
-        state.record.copied_from is not None,
-        storage,
-    )
+    state.swept = sweep(state)
+    grid = state.schema.tokens
+    committed = state_ledger(storage, state.schema).committed()
+    state.samples = grid.num_samples - sum(len(grid.rows(shard)) for shard in committed if shard < grid.num_shards)
+    return state
 
 
 def _mend_settled(state: RepairState) -> None:

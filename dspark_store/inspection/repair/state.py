@@ -22,12 +22,13 @@ _TABLES = (EMBED, HEAD, HEAD_BIAS)
 
 @dataclass(slots=True)
 class RepairState:
-    """A store that is mended in an overlay, under the record that it has by now.
+    """A store that is mended in an overlay, under the record that it has by now: in the end, the plan of a repair.
 
     ``restored`` are the keys of objects that the rest of the store has proved, and that are as they were again;
     ``removed`` those of objects that are no part of it, ``left`` those of files that no writer names so, which are left
-    alone. ``tokens`` and ``states`` are the shards that must be made
-    again, with the reason, ``weights`` the reason why the target's tables must be, or "".
+    alone. ``tokens`` and ``states`` are the shards that must be made again, with the reason, ``weights`` the reason why
+    the target's tables must be, or "". ``swept`` objects of what is uncommitted are removed. The next precompute runs
+    the target over ``samples`` samples.
     """
 
     storage: Overlay
@@ -39,6 +40,8 @@ class RepairState:
     tokens: dict[int, str] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     weights: str = ""
+    swept: int = 0
+    samples: int = 0
 
     @property
     def record(self) -> StoreRecord:
@@ -54,6 +57,18 @@ class RepairState:
     def lost(self) -> bool:
         """Whether something must be made again."""
         return bool(self.tokens or self.states or self.weights)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to repair."""
+        return not self.storage.changes
+
+    def samples_of(self, shard: int) -> str:
+        """Return the samples of a shard as text."""
+        grid = self.schema.tokens
+        known = shard < grid.num_shards  # in a store whose tokens are not settled, no shard is
+        samples = grid.rows(shard) if known else range(shard * grid.shard_size, (shard + 1) * grid.shard_size)
+        return f"{samples.start}-{samples.stop - 1}"
 
     def restore(self, key: str, data: bytes) -> None:
         """Put an object right, unless it is."""

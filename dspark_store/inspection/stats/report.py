@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats.figures import (
     Decode,
     Summary,
@@ -45,8 +46,7 @@ def measure_store(
     cache: Cache,
     rules: Rules,
     *,
-    threads: int | None = None,
-    scheduler: str | None = None,
+    workers: Workers | None = None,
     progress: Callable[[int], None] | None = None,
     decode: Decode | None = None,
 ) -> dict[str, JsonValue]:
@@ -54,7 +54,7 @@ def measure_store(
 
     They are the same, bit by bit, however many threads or workers there are. ``decode`` turns ids into their texts.
     """
-    survey = tally_store(cache, rules.selection, threads=threads, scheduler=scheduler, progress=progress)
+    survey = tally_store(cache, rules.selection, workers=workers, progress=progress)
     states = survey.tally.states if survey.tally is not None else None
     tokens = survey.tally.tokens if survey.tally is not None else empty_tokens(None)
     return {

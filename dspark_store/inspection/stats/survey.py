@@ -14,7 +14,7 @@ import torch
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.samples import check_foreign_tokens
-from dspark_store.inspection.shardwise import MergeTree, map_shards
+from dspark_store.inspection.shardwise import MergeTree, Workers
 from dspark_store.inspection.stats.tallies import (
     Moments,
     StateTally,
@@ -223,15 +223,14 @@ def tally_store(
     cache: Cache,
     selection: Selection,
     *,
-    threads: int | None = None,
-    scheduler: str | None = None,
+    workers: Workers | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> StatsSurvey:
     """Read the selected samples of every shard once, and of captured shards their states.
 
-    By ``threads`` threads, or by the workers of a dask ``scheduler``, see `map_shards`; the result is the same, bit by
-    bit. ``progress`` is called with the samples of each shard that is done. Raises ValueError for a layer that was
-    not captured, too few samples or a store in its token phase, and, naming the object, DamagedStoreError or OSError.
+    ``workers`` do it, by default this process's threads; the result is the same, bit by bit. ``progress`` is called
+    with the samples of each shard that is done. Raises ValueError for a layer that was not captured, too few samples
+    or a store in its token phase, and, naming the object, DamagedStoreError or OSError.
     """
     if cache.record.phase == "tokens":
         raise ValueError(
@@ -256,7 +255,7 @@ def tally_store(
     tree = MergeTree[ShardTally](len(shards))
     places = {shard: place for place, shard in enumerate(shards)}
     with task:
-        for shard, part in map_shards(task, shards, threads=threads, scheduler=scheduler):
+        for shard, part in (workers or Workers()).each(task, shards):
             tree.add(places[shard], part)
             if progress is not None:
                 progress(part.samples)

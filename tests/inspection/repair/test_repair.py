@@ -64,7 +64,7 @@ def heal(patient, store):
     """Repair a store, resume its job where that is needed, and check that only what was bad was done again."""
     plan = mended(store)
     assert not plan.empty
-    captured = 0 if plan.complete else patient.resume(store)
+    captured = 0 if plan.record.complete else patient.resume(store)
     assert captured == plan.samples
     patient.check_whole(store, captured=captured > 0)
     assert mended(store).empty
@@ -130,7 +130,7 @@ def test_what_is_proved_by_the_rest_needs_no_precompute_and_is_as_it_was(tmp_pat
             root = copy_store(victim.path, tmp_path / "damaged")
             plant(root, fault, seed=20 + number, others=victim.others)
             plan = mended(root)
-            assert plan.complete
+            assert plan.record.complete
             assert plan.restored
             assert files(root) == files(victim.path)
             shutil.rmtree(root)
@@ -141,7 +141,7 @@ def test_a_stale_row_is_put_right_by_the_table_and_the_objects(ledger, store):
     whole = files(store)
     shutil.copyfile(store / f"ledger/{ledger}/c.0.0.0", store / f"ledger/{ledger}/c.1.0.0")
     (store / f"ledger/{ledger}/c.2.0.0").unlink()
-    assert mended(store).restored == (f"ledger/{ledger}/c.1.0.0", f"ledger/{ledger}/c.2.0.0")
+    assert mended(store).restored == [f"ledger/{ledger}/c.1.0.0", f"ledger/{ledger}/c.2.0.0"]
     assert files(store) == whole
 
 
@@ -253,7 +253,7 @@ class Killed(BaseException):
 def test_a_repair_that_ends_at_any_step_is_gone_on_with(hurt, store, tmp_path, monkeypatch):
     hurt(store)
     whole = copy_store(store, tmp_path / "whole")
-    steps = len(mended(whole).changes.changes)
+    steps = len(mended(whole).storage.changes)
     assert steps >= 5
     for step in range(steps):
         root = copy_store(store, tmp_path / "interrupted")
@@ -378,7 +378,7 @@ def test_swapped_objects_of_one_of_two_tied_tables_are_linked_from_the_other(tab
     for path, data in ((first, before[1]), (second, before[0])):
         path.unlink()
         path.write_bytes(data)
-    assert mended(store).complete
+    assert mended(store).record.complete
     assert files(store) == whole
 
 
@@ -436,7 +436,7 @@ def test_a_column_that_another_tool_has_encoded_is_kept_and_never_made_again(tmp
     whole = files(built.path)
     (built.path / "index/digest/zarr.json").unlink()
     (built.path / ROOT_KEY).unlink()
-    assert mended(built.path).complete
+    assert mended(built.path).record.complete
     assert files(built.path) == whole
     flip(built.path / f"{LAST}/c.0.0.0", 0)
     with pytest.raises(BeyondRepairError, match=f"another tool has encoded {LAYERS} anew"):
@@ -454,7 +454,7 @@ def test_the_workers_of_a_cluster_find_the_same(store):
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         there = plan_repair(str(store), Workers(scheduler=cluster.scheduler_address))
     here = plan_repair(str(store), Workers(threads=2))
-    assert there.changes.changes == here.changes.changes
+    assert there.storage.changes == here.storage.changes
     assert (there.tokens, there.states, there.weights) == (here.tokens, here.states, here.weights)
 
 
@@ -463,7 +463,7 @@ def test_a_plan_alone_changes_nothing(store):
     before = files(store)
     assert not repair(str(store), Workers(), dry_run=True).empty
     assert files(store) == before
-    assert isinstance(plan_repair(str(store), Workers()).changes, Overlay)
+    assert isinstance(plan_repair(str(store), Workers()).storage, Overlay)
 
 
 @pytest.mark.parametrize("gone", [ROOT_KEY, COPY_KEY])

@@ -14,6 +14,7 @@ import torch
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats import survey as shard_survey
 from dspark_store.inspection.stats.report import Rules, figure_text, measure_store
 from dspark_store.inspection.stats.survey import Selection
@@ -153,7 +154,7 @@ def test_no_file_of_the_store_stays_open(store):
 
 
 def test_any_number_of_threads_gives_the_same_bits(store):
-    assert measure(store.path, threads=1) == measure(store.path, threads=5)
+    assert measure(store.path, workers=Workers(1)) == measure(store.path, workers=Workers(5))
 
 
 def test_a_foreign_column_gives_the_same_figures(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from distributed import LocalCluster
 
 from dspark_store.cli.main import main
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats.report import Rules, measure_store
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store
@@ -49,6 +50,6 @@ def test_a_worker_that_is_killed_midway_changes_nothing(cluster, path):
             os.kill(killed[0], signal.SIGKILL)
 
     expected = text_of(path)
-    assert text_of(path, scheduler=cluster.scheduler_address, progress=kill_a_worker) == expected
+    assert text_of(path, workers=Workers(scheduler=cluster.scheduler_address), progress=kill_a_worker) == expected
     assert killed
     assert sum(done) == 42
