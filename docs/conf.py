@@ -5,7 +5,9 @@ from dspark_store import __version__
 project = "dspark-store"
 copyright = "the dspark-store authors"  # noqa: A001 # Sphinx's own name
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "dspark-store"

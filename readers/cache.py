@@ -43,12 +43,22 @@ def open_cache(
 ) -> Cache:
     """Open a store for reading; cheap, whatever its size.
 
-    ``allow_incomplete`` admits a store that is still being written, ``allow_reduced_depth`` one of a target that was
-    cut to its first layers, from which no draft of the whole target can be trained; ``verify`` checks every chunk's
-    checksum; a batch is read by ``threads`` threads; at most ``open_objects`` files are open, or one a thread where
-    that is more.
-    Raises FileNotFoundError (no store), ValueError (incomplete, of a cut target, or another format version) or
-    DamagedStoreError.
+    Args:
+        path: the store's directory.
+        allow_incomplete: admit a store that is still being written.
+        allow_reduced_depth: admit a store of a target that was cut to its first layers, from which no draft of the
+            whole target can be trained.
+        verify: check every chunk's checksum as it is read.
+        threads: threads that read a batch.
+        open_objects: files that are open at once, at most; one per thread where that is more.
+
+    Returns:
+        The store; its samples are read when they are asked for.
+
+    Raises:
+        FileNotFoundError: there is no store.
+        ValueError: it is incomplete, of a cut target, or of another format version.
+        DamagedStoreError: its metadata is not what was written.
     """
     cache = Cache(
         LocalStorage(path),
@@ -192,12 +202,12 @@ class Cache:
 
     @property
     def source(self) -> np.ndarray:
-        """(N,) uint16: which of ``sources`` each sample came from; 0 throughout in a store of one source."""
+        """(N,) uint16: the number of each sample's source, ``sources[source[i]]`` its name; all 0 without a blend."""
         return self.index.source
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the parts of the blend that the store was made from; empty for one source."""
+        """The names of the blend's sources, by the numbers in ``source``; empty where there was one source."""
         return self.schema.sources
 
     @property
@@ -236,12 +246,25 @@ class Cache:
         layout: Layout = "flat",
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Read a batch of B samples: for each asked column a tensor with a new first axis.
+        """Read a batch of B samples.
 
-        ``layers`` picks captured layers by id, in the order given; only their bytes are read. ``positions`` is a slice
-        of step 1; only its span is read. ``layout`` "stacked" gives ``target_hidden_states`` as (B, K, S, H) instead of
-        (B, S, K*H). ``out`` holds tensors to fill, by column. Raises IndexError (row), ValueError (column, layer or
-        shape), and, naming column, sample, shard and object, DamagedStoreError or OSError.
+        Args:
+            rows: sample numbers; negative ones count from the end.
+            columns: the columns to read; no other column's bytes are.
+            layers: captured layers by id, in the order of the result; only their bytes are read. None for all.
+            positions: a slice of step 1 of the S positions; only its span is read.
+            layout: ``target_hidden_states`` as "flat", (B, S, K*H), or "stacked", (B, K, S, H).
+            out: tensors to fill, by column, of the shapes and dtypes below, on the CPU; new ones without.
+
+        Returns:
+            By column: ``input_ids`` and ``loss_mask``, (B, S) int64; ``target_hidden_states`` as in ``layout`` and
+            ``target_last_hidden_states``, (B, S, H), in the cache dtype. S is the number of positions asked for.
+
+        Raises:
+            IndexError: a row is outside the store.
+            ValueError: a column, layer, slice or tensor does not fit, or the sample is not captured yet.
+            DamagedStoreError: a chunk is not what was written; names column, layer, sample, shard and object.
+            OSError: an object cannot be read; names the same.
         """
         samples = [self._wrap(row) for row in rows]
         if self.record.phase == "tokens":

@@ -33,24 +33,40 @@ class CacheLoader(IterableDataset[Batch]):
 
     A batch is a dict of tensors: the chosen ``columns`` with a first axis of ``batch_size``; for rows of one sample
     also ``sample`` and ``length``, (B,) int64; for packed rows the fields of `PackedFields`. Its memory is used again
-    once no tensor of it is left.
+    once no tensor of it is left. The order of an epoch is a pure function of seed and epoch; every rank yields the same
+    number of batches; the position is exact to the batch, see `state_dict`.
 
-    ``shape``: "full" rows have S positions, "longest" those of the batch's longest sample, "packed" rows hold several
-    samples in ``budget`` tokens, ``batch_size`` of them a batch; ``long_samples`` says what becomes of samples over the
-    budget. ``positions`` is the slice of every row that a sequence-parallel rank wants; ``layers`` the captured layers,
-    by id; ``layout`` that of ``target_hidden_states``.
+    Args:
+        cache: a complete store.
+        batch_size: rows per batch and rank.
+        shuffle: False for the order of the store.
+        seed: 0 to 2^64 - 1; with the epoch it decides the order.
+        window_shards: shuffle the shards, then the samples in each window of so many shards; None shuffles all samples.
+        last: what happens to a last batch that is not full: "drop", "short", "even" or "repeat", see `BatchPlan`.
+        shape: "full" rows have S positions, "longest" those of the batch's longest sample, "packed" rows several
+            samples in ``budget`` tokens.
+        budget: tokens per packed row.
+        long_samples: what becomes of samples over the budget: "cut" or "leave_out".
+        columns: the columns of a batch.
+        layers: captured layers by id, in this order; None for all.
+        positions: the slice of every row that a sequence-parallel rank wants.
+        layout: that of ``target_hidden_states``: "flat", (B, S, K*H), or "stacked", (B, K, S, H).
+        min_supervised: samples with fewer supervised tokens are left out, as those with non-finite states are; the log
+            counts them.
+        split: "train" or "validation": one side of a split by content.
+        validation_fraction: the part of the samples that is for validation, the same ones however the corpus grows.
+        split_seed: chooses which ones.
+        sources: names of the blend's sources to load from; None for all.
+        dp_rank: this process among the data-parallel ranks; by default that of ``mesh``, or of the default process
+            group.
+        dp_size: the number of data-parallel ranks; given together with ``dp_rank``.
+        mesh: a device mesh of one dimension, the data-parallel one.
+        prefetch_bytes: bytes of batches that are read ahead, at most; one batch always is.
+        device: a CUDA device to copy batches to, on a stream of its own; None or the CPU for none.
+        index_fields: whether rows of one sample come with ``sample`` and ``length``.
 
-    Samples with non-finite states and those of fewer than ``min_supervised`` supervised tokens are left out, and
-    counted in the log. ``split`` takes one side of a split by content: ``validation_fraction`` of the samples are
-    validation, the same ones however the corpus grows.
-
-    The order of an epoch is a pure function of (seed, epoch): a global shuffle, or with ``window_shards`` a shuffle of
-    shards and of the samples in each window of that many shards. ``last`` says what happens to a last batch that is not
-    full: "drop", "short", "even" or "repeat" (see `BatchPlan`); every rank yields the same number of batches. Ranks are
-    as given, those of ``mesh``, or those of the default process group.
-
-    At most ``prefetch_bytes`` of batches are read ahead. With a CUDA ``device``, batches are copied there on a side
-    stream. The position is exact to the batch: see `state_dict`.
+    Raises:
+        ValueError: the store is incomplete, no sample is left, or options do not fit together; says which.
     """
 
     def __init__(
@@ -174,7 +190,11 @@ class CacheLoader(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on where a loader stood, under any world size with the same global batch.
 
-        ValueError when the stream would be another: other seed, samples, order, shape of rows or global batch.
+        Args:
+            state: what `state_dict` returned, on any rank.
+
+        Raises:
+            ValueError: the stream would be another: other seed, samples, order, shape of rows or global batch.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:

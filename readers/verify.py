@@ -166,9 +166,17 @@ def survey_store(storage: Storage, *, quick: bool = False) -> StoreSurvey:
 def verify_store(cache: Cache, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Check every object of a store that is open for reading: ledger, trailers, chunks, index, weights, metadata.
 
-    The store is opened anew, so that nothing which ``cache`` already holds hides damage. Of a growing store the
-    committed shards are checked. ``progress`` is called with (shards done, shards). Returns the problems found, sorted;
-    an empty list for a good store.
+    The store is opened anew, so that nothing which ``cache`` already holds hides damage.
+
+    Args:
+        cache: the store; of a growing one the committed shards are checked.
+        progress: called with (shards done, shards) after each shard.
+
+    Returns:
+        The problems found, sorted; an empty list for a good store.
+
+    Raises:
+        FileNotFoundError: the store is gone.
     """
     survey = survey_store(cache.storage)
     problems = list(survey.problems)

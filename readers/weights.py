@@ -25,7 +25,19 @@ class TargetWeights:
 
 
 def read_weights(storage: Storage, record: StoreRecord) -> TargetWeights:
-    """Read and check the target weights; FileNotFoundError when the store has none, DamagedStoreError when altered."""
+    """Read and check the target's embedding and head.
+
+    Args:
+        storage: the store's place, ``cache.storage``.
+        record: its attributes, ``cache.record``.
+
+    Returns:
+        The tables in the cache dtype: embedding and head (V, H), and the head's bias (V,) or None.
+
+    Raises:
+        FileNotFoundError: the store was written without them.
+        DamagedStoreError: they are not the ones that were written.
+    """
     for path in (EMBED, HEAD):
         if path not in record.weights:
             raise FileNotFoundError(f"{path} not found in {storage}: the store was written without target weights")

@@ -60,9 +60,13 @@ class Part(StrEnum):
 class Problem:
     """An object of a store that is missing, or is not as it was written.
 
-    ``key`` is the object's, relative to the store. ``shard`` is None where the object belongs to no shard. ``samples``
-    are those that the damage hits: some of a shard where single chunks are wrong, all of it where the object cannot be
-    trusted, none where no sample's values are in doubt. ``message`` says in one line what is wrong, without the key.
+    Attributes:
+        part: which part of the store the object belongs to.
+        key: the object's key, relative to the store.
+        shard: the object's shard, None where it belongs to none.
+        samples: the samples that the damage hits: some of a shard where single chunks are wrong, all of it where the
+            object cannot be trusted, none where no sample's values are in doubt.
+        message: what is wrong, in one line, without the key.
     """
 
     part: Part
