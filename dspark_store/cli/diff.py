@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
-from dspark_store.inspection.compare import FieldDifference, StoreComparison, compare_stores
-from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.text import say, say_json
+
+if TYPE_CHECKING:
+    from dspark_store.inspection.compare import FieldDifference, StoreComparison
+    from dspark_store.readers.cache import Cache
 
 DIFFERENT = 1
 _SHOWN_SAMPLES = 10
@@ -34,6 +37,9 @@ def run(given: argparse.Namespace) -> int:
         value = getattr(given, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
+    from dspark_store.inspection.compare import compare_stores
+    from dspark_store.readers.cache import open_cache
+
     a, b = (open_cache(path, allow_incomplete=True, allow_reduced_depth=True) for path in (given.a, given.b))
     found = compare_stores(a, b, samples=given.samples, layers=given.layers, threads=given.threads)
     if given.json:

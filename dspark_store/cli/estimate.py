@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dspark_store.cli.precompute import add_arguments as add_precompute_arguments
 from dspark_store.cli.precompute import config_of
@@ -12,14 +13,13 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.sizes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.estimate.estimation import TABLES, Bytes, PartEstimate, StoreEstimate
-from dspark_store.inspection.estimate.forecast import Forecast, StoreChoice, forecast_job, forecast_store
-from dspark_store.precompute.job import existing_record
-from dspark_store.precompute.ranks import join_world
 from dspark_store.precompute.settings import PrecomputeConfig, settings
-from dspark_store.readers.cache import open_cache
 from dspark_store.settings import flag
 from dspark_store.text import say, say_json, size_text, time_text
+
+if TYPE_CHECKING:
+    from dspark_store.inspection.estimate.estimation import Bytes, PartEstimate, StoreEstimate
+    from dspark_store.inspection.estimate.forecast import Forecast
 
 MEASURED_ROWS = 32
 _OF_A_STORE = ("codec", "chunk_tokens", "target_layer_ids", "tokens_per_second")
@@ -57,6 +57,10 @@ def run(given: argparse.Namespace) -> int:
 
 def estimate_precompute(config: PrecomputeConfig) -> int:
     """Print the estimate of a precompute with ``--estimate``, on rank 0, from a table of ratios; return 0."""
+    from dspark_store.inspection.estimate.forecast import forecast_job
+    from dspark_store.precompute.job import existing_record
+    from dspark_store.precompute.ranks import join_world
+
     with join_world(60 * config.timeout_minutes) as world:
         if world.leads:
             recorded = existing_record(LocalStorage(config.output_dir), resume=True)
@@ -68,6 +72,8 @@ def _of_job(given: argparse.Namespace) -> Forecast:
     flags = {name: value for name, value in vars(given).items() if name in settings()}
     if given.data and given.input_data:
         raise ValueError("the data is given twice: as arguments and with --input-data")
+    from dspark_store.inspection.estimate.forecast import forecast_job
+
     flags["input_data"] = given.data or given.input_data
     return forecast_job(config_of(given.config, flags, output_dir="."), given.measure)
 
@@ -79,6 +85,9 @@ def _of_store(given: argparse.Namespace) -> Forecast:
     if others or given.config:
         known = ", ".join(f"--{flag(name)}" for name in _OF_A_STORE)
         raise ValueError(f"{(others or ['--config'])[0]} cannot be given with --store, which takes {known} only")
+    from dspark_store.inspection.estimate.forecast import StoreChoice, forecast_store
+    from dspark_store.readers.cache import open_cache
+
     cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
     choice = StoreChoice(
         codec=given.codec,
@@ -130,6 +139,8 @@ def _part_lines(chosen: StoreEstimate) -> Iterator[str]:
 
 
 def _name(part: PartEstimate) -> str:
+    from dspark_store.inspection.estimate.estimation import TABLES
+
     if part.name == LAYERS:
         return f"layer {part.layer_id}"
     if part.name == LAST:
@@ -146,6 +157,8 @@ def _variant_lines(forecast: Forecast) -> Iterator[str]:
 
 
 def _elsewhere_lines(forecast: Forecast) -> Iterator[str]:
+    from dspark_store.inspection.estimate.estimation import TABLES
+
     samples = sum(part.stored.expected for part in forecast.chosen.parts if part.name != TABLES)
     yield f"{'the same samples elsewhere':34} {'':>10}  {'of the columns':>22}"
     for name, count in _elsewhere(forecast).items():

@@ -6,44 +6,50 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import batched
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from dspark_store.cli.options import add_settings, setting_values
+from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.progress import start_progress
-from dspark_store.target.answers import Answer, Answerer, Message, Sampling
-from dspark_store.target.device import COMPUTE_DTYPES, device_named, resolve_compute_dtype
-from dspark_store.target.load import load_target, load_tokenizer
-from dspark_store.target.source import TargetSource
+from dspark_store.settings import fill_settings, settings_of
+from dspark_store.target.settings import Sampling
 from dspark_store.text import say
+
+if TYPE_CHECKING:
+    from dspark_store.target.answers import Answer, Answerer, Message
 
 Row = dict[str, object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    given = Sampling()
     parser.add_argument(
-        "prompts", help="a text file, one prompt a line, or JSON Lines of messages that end with a user's"
+        "prompts", help="a text file with one prompt per line, or JSON Lines of messages that end with a user's"
     )
-    parser.add_argument("--target-model", required=True, help="a hub id, a directory or a .gguf file")
-    parser.add_argument("--output", required=True, help="the JSON Lines to write, or to go on with")
-    parser.add_argument("--max-new-tokens", type=int, default=given.max_new_tokens, help="where an answer is cut")
-    parser.add_argument("--temperature", type=float, default=given.temperature, help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=given.top_p, help="the share of likely tokens to draw from")
-    parser.add_argument("--seed", type=int, default=given.seed)
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts at a time; it has a part in the answers")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--compute-dtype", default="auto", choices=["auto", *COMPUTE_DTYPES])
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+    target = parser.add_argument_group("target")
+    target.add_argument("--target-model", required=True, help="a hub id, a directory or a .gguf file")
+    target.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    target.add_argument(
+        "--compute-dtype", default="auto", choices=["auto", *CACHE_DTYPES], help="what is computed in (default: auto)"
+    )
+    target.add_argument("--trust-remote-code", action="store_true", help="let the target's repository run its own code")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--output", required=True, help="the JSON Lines to write, or to go on with")
+    answers.add_argument(
+        "--batch-size", type=int, default=16, help="prompts per batch, which the answers depend on (default: 16)"
+    )
+    add_settings(parser, settings_of(Sampling))
 
 
 def run(given: argparse.Namespace) -> int:
     """Write an answer for every prompt, batch by batch; an interrupted run goes on where it was. Return 0."""
     if given.batch_size < 1:
         raise ValueError(f"--batch-size is {given.batch_size}, expected at least 1")
-    sampling = Sampling(given.max_new_tokens, given.temperature, given.top_p, given.seed)
-    origin = {"model": given.target_model, "batch_size": given.batch_size, **_fields(sampling)}
+    sampling = fill_settings(Sampling, setting_values(given, settings_of(Sampling)))
+    origin = {"model": given.target_model, "batch_size": given.batch_size, **asdict(sampling)}
     conversations = read_prompts(Path(given.prompts))
     output = Path(given.output)
     done, size = whole_batches(output, conversations, given.batch_size, origin)
@@ -133,11 +139,12 @@ def _differences(generated: object, origin: Row) -> str:
     return ", ".join(f"{name} {made.get(name)}, not {origin.get(name)}" for name in names)
 
 
-def _fields(sampling: Sampling) -> Row:
-    return {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-
-
 def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
+    from dspark_store.target.answers import Answerer
+    from dspark_store.target.device import device_named, resolve_compute_dtype
+    from dspark_store.target.load import load_target, load_tokenizer
+    from dspark_store.target.source import TargetSource
+
     device = device_named(None if given.device == "auto" else given.device)
     source = TargetSource(given.target_model, given.trust_remote_code)
     tokenizer = load_tokenizer(source)

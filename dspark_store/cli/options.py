@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from dspark_store.settings import OWN_METADATA, flag, kind_of
 
+_GROUPS = ("data", "target", "store", "draft", "training", "answers", "ranks", "recovery", "advanced")
 DAMAGED = DIFFERENT = 1
 USER_ERROR, UNEXPECTED, INTERRUPTED, TERMINATED = 2, 3, 130, 143
 EXIT_CODES = """\
@@ -40,11 +41,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasses.Field[Any]]) -> None:
     """Add a flag for each setting, None where it is not given, in the groups that the settings name."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups = {str(group.title): group for group in parser._action_groups}
+    named = {setting.metadata.get("group", "") for setting in known.values()} - {"", *groups}
+    for title in sorted(named, key=_GROUPS.index):
+        groups[title] = parser.add_argument_group(title)
     for name, setting in known.items():
         title = setting.metadata.get("group", "")
-        if title and title not in groups:
-            groups[title] = parser.add_argument_group(title)
         options = {key: value for key, value in setting.metadata.items() if key not in OWN_METADATA}
         if isinstance(setting.default, bool):
             options["action"] = "store_true"
@@ -54,7 +56,7 @@ def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasse
         if not isinstance(setting.default, bool) and setting.default not in (dataclasses.MISSING, None, "", ()):
             text += f" (default: {setting.default})"
         called = name if setting.metadata.get("positional") else f"--{flag(name)}"
-        groups.get(title, parser).add_argument(called, default=None, help=text, **options)
+        (groups[title] if title else parser).add_argument(called, default=None, help=text, **options)
 
 
 def setting_values(given: argparse.Namespace, known: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.inspection.copy_plan import CopySettings
-from dspark_store.inspection.rechunk import rechunk
-from dspark_store.precompute.report import stored_bytes
-from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.text import say, size_text
+
+if TYPE_CHECKING:
+    from dspark_store.readers.cache import Cache
 
 DAMAGED = 1
 
@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Copy; return 0 when the copy is whole, 1 when source or copy is damaged. Raises what `rechunk` does."""
     workers = workers_of(given)
+    from dspark_store.inspection.copy_plan import CopySettings
+    from dspark_store.inspection.rechunk import rechunk
+    from dspark_store.readers.cache import open_cache
+
     settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers)
     try:
         copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
@@ -48,6 +52,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _tells(cache: Cache) -> str:
     schema = cache.schema
+    from dspark_store.precompute.report import stored_bytes
+
     stored = size_text(stored_bytes(cache))
     return (
         f"{stored} ({schema.codec}, {schema.chunk_tokens} tokens a chunk, {schema.shard_size} samples a "

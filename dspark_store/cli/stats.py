@@ -8,19 +8,20 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dspark_store.cli.workers import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.inspection.shardwise import Workers
-from dspark_store.inspection.stats.figures import Decode
-from dspark_store.inspection.stats.report import DEFAULT_OUTLIER_FACTOR, Rules, measure_store, summary_lines
-from dspark_store.inspection.stats.survey import Selection
-from dspark_store.inspection.tokenizer import find_tokenizer
-from dspark_store.precompute.undo import new_folders_undone
 from dspark_store.progress import start_progress
-from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.text import say
+
+if TYPE_CHECKING:
+    from dspark_store.inspection.shardwise import Workers
+    from dspark_store.inspection.stats.figures import Decode
+    from dspark_store.inspection.stats.report import Rules
+    from dspark_store.inspection.stats.survey import Selection
+    from dspark_store.readers.cache import Cache
 
 DAMAGED = 1
 JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="read only so many samples, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of that draw")
     parser.add_argument(
-        "--outlier-factor", type=float, default=DEFAULT_OUTLIER_FACTOR, help="times of the median channel, see the docs"
+        "--outlier-factor", type=float, default=10.0, help="times of the median channel, see the docs (default: 10)"
     )
     parser.add_argument("--tokenizer", help="the target, to show token ids as text; a local target is found by itself")
     add_worker_arguments(parser, "that read")
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write both files and print where they are; return 0, or 1 when the store is damaged."""
+    from dspark_store.inspection.stats.report import Rules, summary_lines
+    from dspark_store.precompute.undo import new_folders_undone
+    from dspark_store.readers.cache import open_cache
+
     rules = Rules(_selection(given), given.outlier_factor)
     workers = workers_of(given)
     store = Path(given.store).absolute()  # the workers of a cluster may have been started elsewhere
@@ -79,6 +84,8 @@ def _page(statistics: Mapping[str, JsonValue]) -> str | None:
 
 
 def _selection(given: argparse.Namespace) -> Selection:
+    from dspark_store.inspection.stats.survey import Selection
+
     if given.layers is None:
         return Selection(samples=given.samples, seed=given.seed)
     wrong = [word for word in given.layers if word != _LAST and not word.removeprefix("-").isdecimal()]
@@ -98,6 +105,8 @@ def _output(store: Path, chosen: str | None) -> Path:
 
 
 def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Workers) -> dict[str, JsonValue]:
+    from dspark_store.inspection.stats.report import measure_store
+
     decode = _decoder(cache, given.tokenizer)
     samples = len(cache) if given.samples is None else min(len(cache), given.samples)
     with start_progress("stats", samples, "samples") as progress:
@@ -112,6 +121,8 @@ def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Wor
 
 def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
     """Return what turns ids into texts: the tokenizer that was chosen, or the target's where it is on this machine."""
+    from dspark_store.inspection.tokenizer import find_tokenizer
+
     found = find_tokenizer(cache.manifest, chosen)
     if found.note:
         say(found.note, out=sys.stderr)

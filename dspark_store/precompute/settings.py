@@ -7,9 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
@@ -17,8 +15,10 @@ from dspark_store.settings import fill_settings, flag, settings_of, whole_number
 from dspark_store.settings import setting as _setting
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.registry import SpecValue, parse_source
-from dspark_store.target.device import COMPUTE_DTYPES, device_named
 from dspark_store.target.parallel import REDUCE_DTYPES
+
+if TYPE_CHECKING:
+    import torch
 
 _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -47,21 +47,26 @@ def _source(value: SpecValue) -> SpecValue:
 class PrecomputeConfig(ChatOptions):
     """Everything a precompute is told. The names are the flags' names with underscores."""
 
-    target_model: str = _setting("the target: a hub id, a directory, or a .gguf file")
+    target_model: str = _setting("the target: a hub id, a directory, or a .gguf file", group="target")
     input_data: SpecValue = _setting(  # noqa: RUF009 - it makes a field, as all of these do
         "files, globs or datasets of conversations, or any other source (docs/sources.md)",
         nargs="+",
         convert=_source,
         expected="a source of tokens: a path, a mapping with a type, or a list",
+        group="data",
     )
-    output_dir: str = _setting("where the store is written")
-    seq_length: int = _setting("S, the most tokens a sample has; longer conversations are truncated", 2048)
-    batch_size: int = _setting("samples a forward", 4)
-    shard_size: int = _setting("R, the samples of a shard, which is the unit of commit and resume", 256)
-    dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
-    device: str = _setting("where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
-    num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0)
-    split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None)
+    output_dir: str = _setting("where the store is written", group="store")
+    seq_length: int = _setting(
+        "S, the most tokens a sample has; longer conversations are truncated", 2048, group="data"
+    )
+    batch_size: int = _setting("samples a forward", 4, group="target")
+    shard_size: int = _setting("R, the samples of a shard, which is the unit of commit and resume", 256, group="store")
+    dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES), group="store")
+    device: str = _setting(
+        "where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE", group="target"
+    )
+    num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0, group="data")
+    split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None, group="data")
     shuffle_seed: int | None = _setting(
         "seed of the order of rows; none keeps the file's order",
         42,
@@ -69,49 +74,81 @@ class PrecomputeConfig(ChatOptions):
         convert=_shuffle_seed,
         expected="a whole number or none",
         nullable=True,
+        group="data",
     )
-    draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5)
-    target_layer_ids: tuple[int, ...] = _setting("layers to capture: -1 is the embedding", (), nargs="+", type=int)
-    chat_template: str | None = _setting("a chat template, inline Jinja or a file", None)
-    target_force_hf: bool = _setting("accepted for compatibility: every target loads through transformers", False)
-    trust_remote_code: bool = _setting("let the target's repository run its own code", False)
-    resume: bool = _setting("go on with the store in --output-dir, doing the shards it lacks", False)
-    target_attn_implementation: str | None = _setting("attention of the target: eager, sdpa, ...", None)
-    log_level: str = _setting("least level of log messages", "INFO", choices=_LOG_LEVELS)
+    draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5, group="target")
+    target_layer_ids: tuple[int, ...] = _setting(
+        "layers to capture: -1 is the embedding", (), nargs="+", type=int, group="target"
+    )
+    chat_template: str | None = _setting("a chat template, inline Jinja or a file", None, group="data")
+    target_force_hf: bool = _setting(
+        "accepted for compatibility: every target loads through transformers", False, group="target"
+    )
+    trust_remote_code: bool = _setting("let the target's repository run its own code", False, group="target")
+    resume: bool = _setting("go on with the store in --output-dir, doing the shards it lacks", False, group="recovery")
+    target_attn_implementation: str | None = _setting("attention of the target: eager, sdpa, ...", None, group="target")
+    log_level: str = _setting("least level of log messages", "INFO", choices=_LOG_LEVELS, group="advanced")
     compute_dtype: str = _setting(
-        "dtype that the target computes in; auto is bf16 on CUDA, else fp32", "auto", choices=("auto", *COMPUTE_DTYPES)
+        "dtype that the target computes in; auto is bf16 on CUDA, else fp32",
+        "auto",
+        choices=("auto", *CACHE_DTYPES),
+        group="target",
     )
-    codec: str = _setting("how states are compressed", "default", choices=CODEC_PRESETS)
-    chunk_tokens: int = _setting("tokens a chunk; 0 chooses by hidden size and codec", 0)
-    max_samples: int | None = _setting("take at most this many rows, after shuffle and split", None, type=int)
+    codec: str = _setting("how states are compressed", "default", choices=CODEC_PRESETS, group="store")
+    chunk_tokens: int = _setting("tokens a chunk; 0 chooses by hidden size and codec", 0, group="store")
+    max_samples: int | None = _setting(
+        "take at most this many rows, after shuffle and split", None, type=int, group="data"
+    )
     on_nonfinite: str = _setting(
-        "mark samples whose states are not finite in the cache dtype, or stop", "mark", choices=_NONFINITE
+        "mark samples whose states are not finite in the cache dtype, or stop",
+        "mark",
+        choices=_NONFINITE,
+        group="store",
     )
-    encode_threads: int = _setting("threads that compress; 0 is one a core, at most 8", 0)
-    write_buffer_bytes: int = _setting("bytes of states that may wait for the encoders", 512 * 1024 * 1024)
-    estimate: bool = _setting("print tokens, bytes and hours to come, and stop before the target is loaded", False)
-    tokens_per_second: float | None = _setting("rate of the target that --estimate reckons with", None, type=float)
-    smoke: int = _setting("first run this many samples into a temporary store and check it", 0, metavar="N")
-    fsdp_size: int = _setting("ranks that share one copy of the target by FSDP2; 0 shards where Automodel does", 1)
-    tp_size: int = _setting("ranks that share one copy of the target by tensor parallelism", 1)
-    ep_size: int = _setting("ranks that share the experts of one copy of the target", 1)
-    pp_size: int = _setting("ranks that share the layers of one copy of the target, as a pipeline of stages", 1)
+    encode_threads: int = _setting("threads that compress; 0 is one a core, at most 8", 0, group="advanced")
+    write_buffer_bytes: int = _setting(
+        "bytes of states that may wait for the encoders", 512 * 1024 * 1024, group="advanced"
+    )
+    estimate: bool = _setting(
+        "print tokens, bytes and hours to come, and stop before the target is loaded", False, group="advanced"
+    )
+    tokens_per_second: float | None = _setting(
+        "rate of the target that --estimate reckons with", None, type=float, group="advanced"
+    )
+    smoke: int = _setting(
+        "first run this many samples into a temporary store and check it", 0, metavar="N", group="advanced"
+    )
+    fsdp_size: int = _setting(
+        "ranks that share one copy of the target by FSDP2; 0 shards where Automodel does", 1, group="ranks"
+    )
+    tp_size: int = _setting("ranks that share one copy of the target by tensor parallelism", 1, group="ranks")
+    ep_size: int = _setting("ranks that share the experts of one copy of the target", 1, group="ranks")
+    pp_size: int = _setting(
+        "ranks that share the layers of one copy of the target, as a pipeline of stages", 1, group="ranks"
+    )
     reduce_dtype: str = _setting(
         "how tensor parallelism adds: partial sums in the compute dtype or in fp32; gather adds as one device does",
         "compute",
         choices=REDUCE_DTYPES,
+        group="ranks",
     )
     device_map: str | None = _setting(
-        "auto spreads the target over the devices and memory of one process", None, choices=("auto",)
+        "auto spreads the target over the devices and memory of one process", None, choices=("auto",), group="target"
     )
     target_num_hidden_layers: int | None = _setting(
-        "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N"
+        "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N", group="advanced"
     )
-    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS)
-    timeout_minutes: float = _setting("minutes after which a rank that makes no progress ends the job", 30.0)
-    take_over: bool = _setting("write to a store that another living job has locked", False)
-    mix_equality_classes: bool = _setting("let workers whose states may differ in the last bits add to a store", False)
-    profile: bool = _setting("tell at the end how the time was shared: forward, copy, encode, write, waiting", False)
+    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS, group="ranks")
+    timeout_minutes: float = _setting(
+        "minutes after which a rank that makes no progress ends the job", 30.0, group="ranks"
+    )
+    take_over: bool = _setting("write to a store that another living job has locked", False, group="recovery")
+    mix_equality_classes: bool = _setting(
+        "let workers whose states may differ in the last bits add to a store", False, group="recovery"
+    )
+    profile: bool = _setting(
+        "tell at the end how the time was shared: forward, copy, encode, write, waiting", False, group="advanced"
+    )
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user is to be told about the configuration file, a line each; no setting."""
 
@@ -157,6 +194,8 @@ class PrecomputeConfig(ChatOptions):
 
         Nothing is allocated on a CUDA device, which may be another rank's: see ``rank_device``.
         """
+        from dspark_store.target.device import device_named
+
         return device_named(self.device)
 
     @property

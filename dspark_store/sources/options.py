@@ -27,7 +27,7 @@ _NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, 
 
 
 def _option(default: Any, help: str, **of_flag: Any) -> Any:  # noqa: A002, ANN401 - a field's default, argparse's names
-    return field(default=default, metadata={"help": help, **of_flag})
+    return field(default=default, metadata={"help": help, "group": "data", **of_flag})
 
 
 def check_template_kwargs(given: object, where: str) -> dict[str, JsonValue]:

@@ -9,28 +9,9 @@ from typing import cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dspark_store.target.settings import Sampling
+
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are drawn: at ``temperature`` 0 the likeliest token, else from the likeliest ``top_p`` of them.
-
-    ``max_new_tokens`` ends an answer that does not end by itself.
-    """
-
-    max_new_tokens: int = 320
-    temperature: float = 0.7
-    top_p: float = 0.95
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 
 from dspark_store.cli.main import COMMANDS, main
 from dspark_store.cli.options import EXIT_CODES
+from tests.stores import build_store
 
 
 def test_a_directory_without_a_store_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -60,9 +61,45 @@ def test_the_pages_have_the_exit_codes_that_every_help_ends_with(capsys):
         assert capsys.readouterr().out.endswith(f"\n\n{EXIT_CODES}\n")
 
 
-def test_the_list_of_commands_needs_no_torch():
-    lines = "import sys; from dspark_store.cli import main; main.main([]); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "False\n"
+def test_no_help_page_imports_what_is_slow():
+    lines = f"""
+import contextlib, io, sys
+from dspark_store.cli.main import main
+for words in {[[], *([name] for name in COMMANDS)]}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main([*words, "--help"])
+print(sorted({{"torch", "transformers", "zarr", "dask", "datasets", "pandas", "matplotlib"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("precompute", ["data", "target", "store", "ranks", "recovery", "advanced"]),
+        ("train", ["data", "draft", "training", "recovery", "advanced"]),
+        ("evaluate", ["data", "target", "answers"]),
+    ],
+)
+def test_flags_come_in_groups_with_their_defaults(name, groups, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^([a-z]+):$", text.partition("options:")[2], re.MULTILINE) == groups
+    assert "(default: " in text
+
+
+def test_reading_a_store_imports_no_other_slow_library_than_torch_and_zarr(tmp_path):
+    store = build_store(tmp_path / "store").path
+    lines = f"""
+import sys
+import dspark_store
+dspark_store.open_cache({str(store)!r})[0]
+print(sorted({{"transformers", "dask", "datasets", "pandas"}} & sys.modules.keys()), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.stdout == "[] True\n", done.stderr
 
 
 def test_a_surprise_is_one_line_and_no_verdict_about_a_store(tmp_path, capsys, monkeypatch):
