@@ -276,9 +276,10 @@ def _exact(samples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def read_or_note[Value](read: Callable[[], Value], damage: list[str]) -> Value | None:
-    """Return what ``read`` returns; None, with a line added to ``damage``, for something that is not as written."""
+    """Return what ``read`` returns; None, with a line in ``damage``, for something that is not as written."""
     try:
         return read()
     except (DamagedStoreError, OSError) as error:
-        damage.append(str(error))
+        if str(error) not in damage:  # two readings may stand on one array
+            damage.append(str(error))
         return None
