@@ -19,11 +19,11 @@ from benchmarks.sweep import LIMITED_ACCESSES, Measured, ReadCase, RunOff
 from dspark_store.format.codecs import CODEC_PRESETS
 
 mpl.use("Agg")
+plt.style.use("dspark_store.plot")
 
-# Okabe and Ito's colours, which people with any colour vision tell apart, and a shape for each as well.
-_COLOURS = {"none": "#000000", "fast": "#E69F00", "default": "#0072B2", "dense": "#009E73"}
+# of the style's colours, and a shape for each as well
+_COLOURS = {"none": "C6", "fast": "C1", "default": "C0", "dense": "C2"}
 _SHAPES = {"none": "s", "fast": "^", "default": "o", "dense": "D"}
-_DPI = 130
 
 
 def heat_maps(out: Path, measured: Mapping[Setting, Measured], accesses: Sequence[str]) -> list[str]:
@@ -61,6 +61,7 @@ def _heat_map(
         ]
         low, high = min(table.min() for table in tables), max(table.max() for table in tables)
         for codec, axes, table in zip(codecs, axes_row, tables, strict=True):
+            axes.grid(visible=False)
             axes.imshow(table, cmap="cividis", norm=LogNorm(low, high), aspect="auto")
             _write_values(axes, table, math.sqrt(low * high))
             axes.set_xticks(range(len(rows)), rows)
@@ -72,7 +73,7 @@ def _heat_map(
                 axes.set_xlabel("samples per shard, R", fontsize=9)
         axes_row[0].set_ylabel(f"{name}\n\ntokens per chunk, T", fontsize=9)
     figure.suptitle(title, fontsize=12)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path)
     plt.close(figure)
     return path.name
 
@@ -106,7 +107,7 @@ def size_against_speed(
         ):
             if setting is not None and setting in measured:
                 x, y = measured[setting].facts.stored, measured[setting].reading[case].median / 1e6
-                ring = {"facecolor": "none", "edgecolor": "#D55E00", "linewidth": 1.6}
+                ring = {"facecolor": "none", "edgecolor": "C3", "linewidth": 1.6}
                 axes.scatter(x, y, marker=shape, s=190, label=name, **ring)
     for axes in grid[-1]:
         axes.set_xlabel("stored bytes per byte of states")
@@ -119,7 +120,7 @@ def size_against_speed(
     handles, labels = grid.flat[len(cases) - 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // 3), frameon=False, fontsize=9)
     path = out / "chunk_sizes_pareto.png"
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path)
     plt.close(figure)
     return path.name
 
@@ -143,14 +144,12 @@ def _draw_case(axes: Any, case: ReadCase, measured: Mapping[Setting, Measured]) 
         [sizes[at] for at in front],
         [speeds[at] for at in front],
         drawstyle="steps-post",
-        color="#CC79A7",
+        color="C4",
         linewidth=1.4,
         zorder=0,
         label="Pareto front",
     )
     axes.set_ylim(bottom=0, top=1.12 * max(speeds))
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
     rate = "page cache" if case.storage_rate == float("inf") else f"storage of {case.storage_rate / 1e6:.0f} MB/s"
     axes.set_title(f"{case.access}, {rate}", fontsize=10)
 
