@@ -1,6 +1,6 @@
 """Where tokens come from: conversations, tokens and corpora, alone or blended, each with its loss mask."""
 
-from dspark_store.sources.blend import Blend, Part, PartShare
+from dspark_store.sources.blend import Blend, BlendPart, PartShare
 from dspark_store.sources.chat import ChatSource
 from dspark_store.sources.dummy import DummySource
 from dspark_store.sources.identity import chat_template_sha256, tokenizer_sha256
@@ -11,10 +11,10 @@ from dspark_store.sources.template import apply_chat_template_option
 
 __all__ = [
     "Blend",
+    "BlendPart",
     "ChatOptions",
     "ChatSource",
     "DummySource",
-    "Part",
     "PartShare",
     "Sample",
     "Source",

@@ -34,7 +34,7 @@ _MAX_CURSOR = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlendPart:
     """One source of a blend. Its weight is None where the blend goes by lengths."""
 
     name: str
@@ -72,7 +72,7 @@ class Blend:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BlendPart],
         *,
         schedule: ScheduleName = "exhaustive",
         samples: int | None = None,
@@ -135,7 +135,7 @@ class Blend:
         )
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BlendPart, ...]:
         """The parts, in the order of their numbers."""
         return self._parts
 
@@ -265,7 +265,7 @@ def _start_of(source: Source, record: int) -> int:
     return bisect_left(range(_MAX_CURSOR), record, key=source.record_of)
 
 
-def _check_parts(parts: Sequence[Part], schedule: ScheduleName) -> None:
+def _check_parts(parts: Sequence[BlendPart], schedule: ScheduleName) -> None:
     if not parts:
         raise SourceError("a blend has no sources; expected at least one")
     if len(parts) > MAX_PARTS:

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.blend import Blend, Part
+from dspark_store.sources.blend import Blend, BlendPart
 from dspark_store.sources.registry import (
     SourceContext,
     SourceSpec,
@@ -91,7 +91,7 @@ def build_blend(
     inner = replace(context, max_samples=None, num_workers=_workers_each(context.num_workers, len(weighed)))
     recorded = _recorded_parts(context.recorded, len(weighed))
     parts = [
-        Part(name, build_source(part.source, replace(inner, num_samples=count, recorded=before)), part.weight)
+        BlendPart(name, build_source(part.source, replace(inner, num_samples=count, recorded=before)), part.weight)
         for (name, part), count, before in zip(weighed, wanted, recorded, strict=True)
     ]
     blend = Blend(

@@ -143,7 +143,7 @@ def target_tables(cache: Cache, device: torch.device, dtype: torch.dtype) -> tup
     """Return the target's embedding and head, one tensor where they are tied, and the head's bias, for a draft."""
     tables = cache.weights()
     embed = tables.embed.to(device, dtype)
-    tied = tables.head is tables.embed or cache.head.get("tied") is True
+    tied = cache.head.get("tied") is True
     head = embed if tied else tables.head.to(device, dtype)
     return embed, head, None if tables.bias is None else tables.bias.to(device, dtype)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources.blend import Blend, Part
+from dspark_store.sources.blend import Blend, BlendPart
 from dspark_store.sources.source import Sample, SourceError
 
 SHIFT = 5
@@ -63,7 +63,7 @@ class Pieces:
 
 
 def part(name, records, weight=None, **options):
-    return Part(name, Pieces((1,) * records, **options), weight)
+    return BlendPart(name, Pieces((1,) * records, **options), weight)
 
 
 def taken(samples):
@@ -126,7 +126,7 @@ def parts_of_blends(draw):
     given_counts = draw(counts)
     if cursors == "record":
         given_counts = tuple(min(count, 1) for count in given_counts)
-    return Part("", Pieces(given_counts, cursors), draw(st.floats(0.1, 1)))
+    return BlendPart("", Pieces(given_counts, cursors), draw(st.floats(0.1, 1)))
 
 
 several = st.lists(parts_of_blends(), min_size=1, max_size=3).map(
@@ -152,7 +152,7 @@ def test_an_exhaustive_blend_reads_every_sample_once(parts):
 
 
 def test_the_samples_of_a_record_stay_together():
-    blend = Blend([Part("a", Pieces((2, 3), "shifted")), part("b", 2)])
+    blend = Blend([BlendPart("a", Pieces((2, 3), "shifted")), part("b", 2)])
     assert taken(blend.read()) == [(0, 0, 1), (0, 0, 2), (1, 0, 1), (0, 1, 1), (0, 1, 2), (0, 1, 3), (1, 1, 1)]
     assert [blend.record_of(sample.cursor) for sample in blend.read()] == [0, 1, 2, 2, 2, 3, 4]
 
@@ -175,7 +175,7 @@ def test_lengths_are_known_where_every_part_knows_its_own():
 
 def test_parts_of_parts_keep_their_names():
     inner = Blend([part("x", 2), part("y", 2)])
-    blend = Blend([part("a", 2), Part("b", inner), part("c", 1, names=("left", "right"))])
+    blend = Blend([part("a", 2), BlendPart("b", inner), part("c", 1, names=("left", "right"))])
     assert blend.origins() == ("a", "b/x", "b/y", "c/left", "c/right")
     assert {origin for origin, _ in records(blend)} == {0, 1, 2, 3}
 
