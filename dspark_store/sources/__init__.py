@@ -1,4 +1,10 @@
-"""Where tokens come from: conversations, tokens and corpora, alone or blended, each with its loss mask."""
+"""Where tokens come from: conversations, tokens and corpora, alone or blended, each with its loss mask.
+
+In: a specification, as users write it, and the job's settings. Out: a `Source`, whose samples are ids, mask and cursor.
+Read `source` first: what every source gives. `registry` builds one; `chat` reads rows (`files`, `rows`), `encode` makes
+ids of a conversation (`messages`, `template`, `rendering`) and `masks` its loss mask; `blend` mixes; `megatron` reads
+corpora.
+"""
 
 from dspark_store.sources.blend import Blend, BlendPart, PartShare
 from dspark_store.sources.chat import ChatSource

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings
+from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings, encode_here, encode_in_workers
 from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
@@ -18,7 +18,6 @@ from dspark_store.sources.row_order import select_automodels_rows, select_rows, 
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import Sample, SourceError, SourceReport
 from dspark_store.sources.template import todays_date
-from dspark_store.sources.workers import encode_here, encode_in_workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,12 @@
 """From the data of rows to their samples."""
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -14,9 +20,8 @@ from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_
 from dspark_store.sources.messages import Conversation, content_of, read_conversation
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits
-from dspark_store.sources.rows import RowData, parse_row, renamed, unread_keys
+from dspark_store.sources.rows import RowData, parse_row, read_tokens, renamed, unread_keys
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.tokenrows import read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,3 +219,64 @@ def _left_out(conversation: Conversation, text: str) -> list[str]:
         if message["role"] in ("system", "developer") and content_of(message).strip() not in text
     }
     return [f"the chat template leaves out messages of the role {role}" for role in sorted(missing)]
+
+
+TASKS_PER_WORKER = 2
+
+
+def encode_here(encoder: Encoder, tasks: Iterable[list[RowData]]) -> Iterator[Encoded]:
+    """Yield what becomes of each row of the tasks, in order."""
+    for task in tasks:
+        yield from encoder.encode(task)
+
+
+def encode_in_workers(settings: EncoderSettings, tasks: Iterable[list[RowData]], num_workers: int) -> Iterator[Encoded]:
+    """Yield what becomes of each row of the tasks, in order, encoded by `num_workers` processes.
+
+    At most `TASKS_PER_WORKER` tasks a worker are read ahead. The processes are spawned, never forked, and each
+    tokenises in one thread.
+
+    Raises:
+        RuntimeError: a process died.
+
+    """
+    executor = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(settings,)
+    )
+    pending: deque[Future[list[Encoded]]] = deque()
+    try:
+        for task in tasks:
+            pending.append(executor.submit(_encode_task, task))
+            if len(pending) >= num_workers * TASKS_PER_WORKER:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"one of the {num_workers} tokenising processes died (killed, or out of memory?); "
+            "num_workers = 0 tokenises in this process"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_encoder_here: list[Encoder] = []  # the one encoder of a worker process, put there by its initializer
+
+
+def _start_worker(settings: EncoderSettings) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores already
+    _encoder_here.append(Encoder(settings))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone: its queues alone would keep it waiting for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_task(rows: list[RowData]) -> list[Encoded]:
+    (encoder,) = _encoder_here
+    return encoder.encode(rows)

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.marks import MarkedText, Marking, Span, mark_render
 from dspark_store.sources.messages import Conversation, Message
-from dspark_store.sources.prefixes import PrefixTurns
 from dspark_store.sources.reasoning import ReasoningFinder, Stretch, has_reasoning
 from dspark_store.sources.rendering import Renderer, Rendering, Tokens
 from dspark_store.sources.seams import explain
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.turns import MarkedTurns, Places
+from dspark_store.sources.turns import MarkedTurns, Places, PrefixTurns
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -19,8 +19,8 @@ from dspark_store.format.token_shards import sample_digest
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.index import StoreIndex
 from dspark_store.sources.chat import ROWS_PER_TASK, ChatSource
+from dspark_store.sources.encode import TASKS_PER_WORKER
 from dspark_store.sources.jsonl import JsonlRows
-from dspark_store.sources.workers import TASKS_PER_WORKER
 from dspark_store.writers.recovery import sweep_uncommitted
 from tests.tiny import tiny_tokenizer, write_chats
 

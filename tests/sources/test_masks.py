@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark_store.sources.masks import MaskOptions, tokens_and_mask
 from dspark_store.sources.messages import Conversation, Message
-from dspark_store.sources.prefixes import shared_prefix_length
 from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
+from dspark_store.sources.turns import shared_prefix_length
 from tests.sources.words import CHAT, PLAIN, TAGGED, THINKING_IN_LAST_TURN_ONLY, WORDS, word_tokenizer
 
 

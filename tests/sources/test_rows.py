@@ -1,7 +1,7 @@
 import pytest
 
 from dspark_store.sources import ChatSource, SourceError
-from dspark_store.sources.tokenrows import read_tokens
+from dspark_store.sources.rows import read_tokens
 from tests.sources.words import CHAT, word_tokenizer, write_rows
 
 
