@@ -61,8 +61,7 @@ def test_logits_in_bf16_are_compared_in_fp32():
     assert torch.equal(terms, compared(draft.bfloat16().float(), teacher.bfloat16().float(), labels))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 128])
-@pytest.mark.parametrize("kind", MARKOV_KINDS)
+@pytest.mark.parametrize(("kind", "chunk"), [*zip(MARKOV_KINDS, [1, 2, 7, 128], strict=True)])
 def test_slots_in_pieces_are_compared_as_their_whole_logits_are(kind, chunk):
     draft, batch = tiny_draft(markov=kind), tiny_batch()
     output, parameters = draft(batch.states, batch.blocks), list(draft.parameters())
@@ -155,8 +154,7 @@ ALL = hand_blocks(1, 1, 1)
 TWO = hand_blocks(1, 1, 0)
 
 
-@pytest.mark.parametrize("gamma", [None, 4.0, 0.0, -1.0])
-@pytest.mark.parametrize("blocks", [ALL, TWO])
+@pytest.mark.parametrize(("gamma", "blocks"), [(None, ALL), (4.0, TWO), (0.0, ALL), (-1.0, TWO)])
 def test_the_case_worked_out_by_hand(gamma, blocks):
     sums = hand_sums(blocks, gamma)
     means = sums.means()

@@ -75,8 +75,10 @@ def draft_of(model, **changes):
     return Draft(dataclasses.replace(settings, **changes), embed, head, bias).eval()
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3, tiny_qwen3_moe, tiny_gemma])
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    ("build", "prompt"),
+    [(tiny_llama, PROMPTS[0]), (tiny_qwen3, PROMPTS[1]), (tiny_qwen3_moe, PROMPTS[2]), (tiny_gemma, PROMPTS[0])],
+)
 def test_the_text_is_the_targets_own_whatever_the_draft_proposes(build, prompt):
     model = loud(build())
     decoder = Decoder(model, LAYER_IDS)

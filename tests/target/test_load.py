@@ -132,9 +132,13 @@ def test_the_tokenizer_comes_with_its_template(llama_dir):
 
 
 @pytest.mark.parametrize(
-    "model", ["nobody/nothing", "nothing", "/no/such/dir", "./none", "a/b/c", "x.gguf", "not valid!"]
+    ("model", "action"),
+    [
+        *((model, load_target_config) for model in ("nobody/nothing", "/no/such/dir", "x.gguf")),
+        *((model, load_tokenizer) for model in ("nothing", "./none", "x.gguf")),
+        *((model, read_model_type) for model in ("a/b/c", "not valid!")),
+    ],
 )
-@pytest.mark.parametrize("action", [load_target_config, load_tokenizer, read_model_type])
 def test_an_unknown_model_is_named_in_one_line(action, model):
     with pytest.raises(ValueError, match=f"model '{model}'") as error:
         action(TargetSource(model))

@@ -14,7 +14,7 @@ def unsynced(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_thread():
     """Bits depend on how many threads share a sum, and threads of several test workers wait for each other."""
     before = torch.get_num_threads()

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,10 @@ def test_a_place_is_read_back_as_it_was_written(trained):
     assert place.window == ()
 
 
-@pytest.mark.parametrize("name", [*FILES, SUMS])
-@pytest.mark.parametrize("cut", [None, 0, 30])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [*zip(FILES, [None, 0, 30], strict=True), *zip(FILES, [30, None, 0], strict=True), (SUMS, 0), (SUMS, 30)],
+)
 def test_a_damaged_checkpoint_is_told_in_one_line_that_names_its_folder_and_file(trained, store, capsys, name, cut):
     path = newest(trained) / name
     if cut is None:
@@ -296,10 +299,10 @@ class Full:
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FAILURES = (FULL, OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt())
 
 
-@pytest.mark.parametrize("error", [FULL, OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
-@pytest.mark.parametrize("calls", range(7, 14))
+@pytest.mark.parametrize(("calls", "error"), [*zip(range(7, 14), cycle(FAILURES), strict=False)])
 def test_a_save_that_fails_at_any_step_leaves_what_was_there_and_nothing_else(
     store, tmp_path, monkeypatch, capsys, error, calls
 ):

@@ -80,9 +80,19 @@ def test_the_gradient_of_a_step_is_the_mean_of_its_micro_batches(store, tmp_path
     assert norms == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(store, tmp_path_factory):
+    return traced(tmp_path_factory.mktemp("whole"), "--store", store, "--max-steps", 14, *EPOCHS)
+
+
+@pytest.fixture(scope="module")
+def windowed(store, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("windowed"), "--store", store, *WINDOWS)
+
+
 @pytest.mark.parametrize("stop", [3, 6, 8, 12])
-def test_a_training_that_goes_on_gives_the_trace_of_one_that_was_not_stopped(store, tmp_path, stop):
-    whole, steps = traced(tmp_path / "whole", "--store", store, "--max-steps", 14, *EPOCHS)
+def test_a_training_that_goes_on_gives_the_trace_of_one_that_was_not_stopped(uninterrupted, store, tmp_path, stop):
+    whole, steps = uninterrupted
     directory = tmp_path / "stopped"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dspark_store.training.loop.Training._now_and_then", stop_at(stop))
@@ -104,9 +114,9 @@ def stop_at(step):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_metrics_of_steps_on_both_sides_of_a_checkpoint_are_those_of_one_run(store, tmp_path, stop):
+def test_metrics_of_steps_on_both_sides_of_a_checkpoint_are_those_of_one_run(windowed, store, tmp_path, stop):
     """Lines are of ten steps, checkpoints of every fourth: the open window goes on, and no validation is lost."""
-    whole = run(tmp_path / "whole", "--store", store, *WINDOWS)
+    whole = windowed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dspark_store.training.loop.save_checkpoint", interrupted_after(stop))
         with pytest.raises(KeyboardInterrupt):
@@ -128,9 +138,8 @@ def interrupted_after(saves):
     return save
 
 
-def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_metrics(store, tmp_path):
-    more = ("--store", store, *WINDOWS)
-    whole = run(tmp_path / "whole", *more)
+def test_a_killed_training_goes_on_in_mid_epoch_with_the_same_metrics(windowed, store, tmp_path):
+    whole, more = windowed, ("--store", store, *WINDOWS)
     directory = tmp_path / "killed"
     command = [sys.executable, "-m", "dspark_store.train", *flags(directory, *more)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT)

@@ -22,8 +22,7 @@ def live(llama, chats, tmp_path_factory):
     return opened(write_online(directory / "job.yaml", llama, chats), directory / "tokens")
 
 
-@pytest.mark.parametrize("layout", ["flat", "stacked"])
-@pytest.mark.parametrize("layers", [None, [3, 1]])
+@pytest.mark.parametrize(("layout", "layers"), [("flat", [3, 1]), ("stacked", None)])
 def test_a_live_target_gives_the_batches_of_its_store(live, store, layout, layers):
     batches = [
         list(CacheLoader(cache, 3, seed=1, shape="longest", layout=layout, layers=layers, last="short"))

@@ -64,8 +64,16 @@ def test_the_key_knows_every_length_and_every_setting():
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("file", ["document.npy", "sample.npy", "shuffle.npy", "digests.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("document.npy", "flip"),
+        ("sample.npy", "cut"),
+        ("shuffle.npy", "remove"),
+        ("digests.json", "flip"),
+        ("digests.json", "remove"),
+    ],
+)
 def test_a_damaged_set_is_built_again(file, damage, tmp_path, no_building):
     built = cached_indices(LENGTHS, SETTINGS, tmp_path)
     path = tmp_path / cache_key(LENGTHS, SETTINGS) / file
