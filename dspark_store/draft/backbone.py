@@ -36,7 +36,7 @@ class RmsNorm(nn.Module):
 
 
 DENSE_SLOTS = 128
-"""Up to so many slots a row, those of one of flex attention's blocks, a dense mask is small and nothing is compiled."""
+"""Up to so many slots per row, one of flex attention's blocks, a dense mask is small and nothing is compiled."""
 
 
 def dense_mask(anchors: Anchors, block_size: int, context: int, documents: Tensor | None = None) -> Tensor:

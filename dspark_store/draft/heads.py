@@ -88,7 +88,7 @@ def markov_head(settings: DraftSettings) -> MarkovHead | None:
 
 
 class ConfidenceHead(nn.Module):
-    """One logit a slot, from its hidden state and, where there is a Markov head, the previous token's row in it."""
+    """One logit per slot, from its hidden state and, where there is a Markov head, the previous token's row in it."""
 
     def __init__(self, settings: DraftSettings) -> None:
         super().__init__()

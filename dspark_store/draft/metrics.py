@@ -1,4 +1,4 @@
-"""What a draft is judged by: acceptance by slot, tokens a step, and how honest its confidence is."""
+"""What a draft is judged by: acceptance by slot, tokens per step, and how honest its confidence is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DraftCounts:
     def rates(self) -> dict[str, float]:
         """Return the figures, leaving out those of which there was nothing to count.
 
-        ``accept`` over all slots and ``accept@k`` by place from 0, ``tau``: tokens a step, the target's own included;
+        ``accept`` over all slots and ``accept@k`` by place from 0, ``tau``: tokens per step, the target's own included;
         with a confidence head also ``confidence_error``, ``confidence_bias`` and ``prefix_bias``, the bias of the
         product of confidences up to a slot.
         """
@@ -69,10 +69,10 @@ def draft_counts(confidence: Tensor | None, sums: LossSums, blocks: Blocks) -> D
     error = bias = prefix = weight = zero
     if confidence is not None:
         weights = sums.slot_weights.double()
-        told = confidence.detach().double().sigmoid()
-        error = (weights * (told - accept).abs()).sum()
-        bias = (weights * (told - accept)).sum()
-        prefix = (weights * (told.cumprod(2) - accept.cumprod(2))).sum()
+        predicted = confidence.detach().double().sigmoid()
+        error = (weights * (predicted - accept).abs()).sum()
+        bias = (weights * (predicted - accept)).sum()
+        prefix = (weights * (predicted.cumprod(2) - accept.cumprod(2))).sum()
         weight = weights.sum()
     return DraftCounts(
         accept=accept.sum((0, 1)),

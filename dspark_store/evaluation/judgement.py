@@ -1,4 +1,4 @@
-"""What a draft is worth on some prompts: tokens a step, and whether the text is the target's own."""
+"""What a draft is worth on some prompts: tokens per step, and whether the text is the target's own."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class _PartReader:
 def _start_of(source: Source, record: int) -> int:
     """Return the least cursor at which this many records are passed."""
     if record == 0 or source.record_of(record - 1) < record == source.record_of(record):
-        return record  # one sample a record, as most sources have
+        return record  # one sample per record, as most sources have
     return bisect_left(range(_MAX_CURSOR), record, key=source.record_of)
 
 

@@ -16,7 +16,7 @@ from dspark_store.sources.spool import Spool
 
 
 class JsonlRows:
-    """JSON Lines. Memory is 8 bytes a row, whatever the rows hold.
+    """JSON Lines. Memory is 8 bytes per row, whatever the rows hold.
 
     Only `\\n` ends a line (a row may contain U+2028 and the like), and lines of white space are skipped.
     """

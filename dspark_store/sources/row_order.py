@@ -42,7 +42,7 @@ def select_rows(count: int, *, split: str | None, shuffle_seed: int | None, max_
         raise SourceError(f"max_samples is {max_samples}; expected at least 1, or none for all")
     rows: Sequence[int] = range(count)
     if shuffle_seed is not None:
-        # A memoryview is a sequence of ints that slices without a copy, 8 bytes a row.
+        # A memoryview is a sequence of ints that slices without a copy, 8 bytes per row.
         rows = memoryview(np.random.Generator(np.random.PCG64(shuffle_seed)).permutation(count))
     rows = rows[chosen][:max_samples]
     if not len(rows):

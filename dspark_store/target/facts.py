@@ -261,7 +261,7 @@ def check_fits(config: PretrainedConfig, seq_length: int, vocab_size: int) -> No
 
 
 def _has_position_table(config: PretrainedConfig, positions: int) -> bool:
-    """Whether the model keeps a table with a row a position, learned or computed; judged by its first layer."""
+    """Whether the model keeps a table with a row per position, learned or computed; judged by its first layer."""
     if getattr(text_config(config), "rope_parameters", None) or getattr(config, "auto_map", None):
         return False  # rotary frequencies are computed; a model of its own code is not built for a look
     model = model_without_weights(cut_target_config(config, 1))

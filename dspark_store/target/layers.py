@@ -83,7 +83,7 @@ def resolve_reduced_target_layers(depth: int, requested: int | str | None) -> in
 def cut_target_config(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     """Return a copy of `config` whose language model has the first `num_layers` layers only, each as it was.
 
-    Every list with one entry a layer is cut, and so are the overrides of single layers and the count of layers that
+    Every list with one entry per layer is cut, and so are the overrides of single layers and the count of layers that
     share the keys and values of earlier ones.
 
     Raises ValueError when there are not that many layers, or when the target packs inputs of all layers into one table.

@@ -234,7 +234,7 @@ def _named_plan(config: PretrainedConfig, name: str) -> dict[str, str]:
 
 
 def _counts(config: PretrainedConfig, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Numbers in the configuration, one a layer where it holds a list; a name it lacks gives none."""
+    """Numbers in the configuration, one per layer where it holds a list; a name it lacks gives none."""
     for name in names:
         value = getattr(config, name, None)
         for count in value if isinstance(value, list | tuple) else [value]:

@@ -1,4 +1,4 @@
-"""Curves of trainings: loss, tokens a step of the target, and acceptance along a block, from their ``metrics.jsonl``.
+"""Curves of trainings: loss, tokens per step of the target, and acceptance along a block, from their ``metrics.jsonl``.
 
 Needs matplotlib, the extra ``plot``.
 """

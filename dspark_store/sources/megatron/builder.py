@@ -37,7 +37,7 @@ class PairBuilder:
 
     Used in a `with` block, it finishes at the end of the block, and leaves nothing behind if the block raises. Both
     files are written under other names until then, and the index gets its name last, so that whoever finds an index
-    has the whole pair. Memory is 12 bytes a sequence and 8 a document.
+    has the whole pair. Memory is 12 bytes per sequence and 8 per document.
     """
 
     def __init__(self, prefix: str | PathLike[str], *, dtype: DTypeLike = np.int32, multimodal: bool = False) -> None:

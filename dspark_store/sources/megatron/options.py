@@ -21,7 +21,7 @@ class MegatronOptions:
     """How a pair becomes samples.
 
     Attributes:
-        mode: "document": one document a record. "window": windows of the shuffled and joined corpus.
+        mode: "document": one document per record. "window": windows of the shuffled and joined corpus.
         skip_images: leave the image sequences of a multimodal pair out, instead of refusing the pair.
         loss_mask: a second pair of the same lengths, whose values (0 or 1) are the loss mask; None: all ones.
         over_long: documents longer than the sequence length: "truncate", "drop" or "split".

@@ -56,7 +56,7 @@ class Plan(Protocol):
 
 
 class DocumentPlan:
-    """One record a document, which gives one sample, or several where long documents are split.
+    """One record per document, which gives one sample, or several where long documents are split.
 
     Documents without tokens give none. Everything follows from the lengths; no token is read.
     """
@@ -141,7 +141,7 @@ class DocumentPlan:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """One record and one sample a window, in the order of the shuffle index.
+    """One record and one sample per window, in the order of the shuffle index.
 
     Attributes:
         indices: of the windows over the units.
@@ -166,7 +166,7 @@ class WindowPlan:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples: one a window."""
+        """The number of samples: one per window."""
         return len(self.rows)
 
     def lengths(self) -> NDArray[np.int64]:
