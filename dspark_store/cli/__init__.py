@@ -1,1 +1,7 @@
-"""The commands of ``dspark-store``, a module each: its arguments, and what it prints."""
+"""The commands: one way in, one table of exit codes, and a module per command.
+
+In come words of a command line; out come an exit code, lines on stdout, and one line per error on stderr. A command
+adds its arguments without importing torch, and calls a room below; `progress` is the bar that shows a room's progress.
+Read `main` first, then `options`, then any command. A new command is a module with `add_arguments` and `run`, and a
+line in `main`'s table.
+"""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dspark_store.cli.options import DIFFERENT
 from dspark_store.format.jsonvalue import JsonValue, canonical_json
 from dspark_store.text import say, say_json
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from dspark_store.inspection.compare import FieldDifference, StoreComparison
     from dspark_store.readers.cache import Cache
 
-DIFFERENT = 1
 _SHOWN_SAMPLES = 10
 _SHOWN_TEXT = 60
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from dspark_store.cli.options import DAMAGED
 from dspark_store.cli.terminal import Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.text import show
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from dspark_store.inspection.samples import SampleReader, StateNorms
     from dspark_store.readers.cache import Cache
 
-DAMAGED = 1
 FIRST_SAMPLES, TOKENS_SHOWN = 3, 256
 _MARKS = ("⟦", "⟧")
 _TITLES = f"{'layer':>6}{'mean norm':>12}{'least':>11}{'most':>11}{'min value':>12}{'max value':>11}{'not finite':>12}"

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TextIO
 
+from dspark_store.cli.options import DAMAGED
 from dspark_store.cli.terminal import Colours, columns, entry
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import LocalStorage
@@ -16,7 +17,6 @@ from dspark_store.inspection.summary import ShardRun, Summary, summarise
 from dspark_store.sources.identity import chat_rules
 from dspark_store.text import say_json, show, size_text, time_text
 
-DAMAGED = 1
 _RUNS_SHOWN, _DIGEST_SHOWN = 8, 12
 
 

@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dspark_store.settings import OWN_METADATA, flag, kind_of
+
+if TYPE_CHECKING:
+    from dspark_store.inspection.shardwise import Workers
 
 _GROUPS = ("data", "target", "store", "draft", "training", "answers", "ranks", "recovery", "advanced")
 DAMAGED = DIFFERENT = 1
@@ -62,6 +65,24 @@ def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasse
 def setting_values(given: argparse.Namespace, known: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
     """Return the settings that were given as flags."""
     return {name: value for name in known if (value := getattr(given, name)) is not None}
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser, do: str) -> None:
+    """Add ``--threads`` and ``--scheduler``; ``do`` says what the workers do, as in "that read"."""
+    parser.add_argument("--threads", type=int, help=f"threads {do}; by default one a core")
+    parser.add_argument(
+        "--scheduler",
+        help=f"address of a dask scheduler (tcp://host:8786): workers of its cluster {do}, and see the same paths",
+    )
+
+
+def workers_of(given: argparse.Namespace) -> Workers:
+    """Return the workers that were asked for; ValueError for fewer than one thread."""
+    from dspark_store.inspection.shardwise import Workers
+
+    if given.threads is not None and given.threads < 1:
+        raise ValueError(f"--threads must be >= 1, got {given.threads}")
+    return Workers(given.threads, given.scheduler)
 
 
 def leads() -> bool:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dspark_store.cli.workers import add_worker_arguments, workers_of
+from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.text import say, size_text
 
 if TYPE_CHECKING:
     from dspark_store.readers.cache import Cache
-
-DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

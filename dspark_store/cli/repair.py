@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from dspark_store.cli.workers import add_worker_arguments, workers_of
+from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.inspection.repair.plan import repair
 from dspark_store.inspection.repair.state import RepairState
 from dspark_store.text import say
 
-BEYOND_REPAIR = 1
 _SHOWN = 20
 
 

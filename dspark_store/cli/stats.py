@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dspark_store.cli.workers import add_worker_arguments, workers_of
+from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.progress import start_progress
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dspark_store.inspection.stats.survey import Selection
     from dspark_store.readers.cache import Cache
 
-DAMAGED = 1
 JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
 _LAST = "last"
 

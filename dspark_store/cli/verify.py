@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dspark_store.cli.workers import add_worker_arguments, workers_of
+from dspark_store.cli.options import DAMAGED, add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.storage import LocalStorage
@@ -19,7 +19,6 @@ from dspark_store.text import say, say_json, size_text
 if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
     from dspark_store.inspection.recomputing import Recomputed
 
-DAMAGED = 1
 _SHOWN = 50
 
 
