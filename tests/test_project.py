@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT, run_python
+
 SYSTEM_PATH = "/usr/bin:/bin"
 
 
@@ -69,8 +70,7 @@ def test_the_package_reaches_the_top_folders_through_relative_links(name: str) -
 
 @pytest.mark.parametrize("name", ["writers", "readers"])
 def test_the_linked_folders_are_importable_inside_the_package(name: str) -> None:
-    command = [sys.executable, "-c", f"import dspark_store.{name} as module; print(module.__file__)"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run_python("-c", f"import dspark_store.{name} as module; print(module.__file__)", check=True).stdout
     assert Path(printed.strip()) == ROOT / "dspark_store" / name / "__init__.py"
 
 

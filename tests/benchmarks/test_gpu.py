@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import Figure, run_parts
+from tests.processes import run_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 
@@ -69,7 +70,7 @@ def endless():
 
 run_parts([("target", 0.1, endless)], pathlib.Path({str(tmp_path)!r}))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_python("-c", program)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "endless" in done.stderr

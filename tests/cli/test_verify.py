@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from dspark_store.cli.main import main
 from dspark_store.format.schema import LAST, LAYERS
 from tests.precompute.jobs import precompute
+from tests.processes import run_python
 from tests.stores import build_store, flip
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats
 
@@ -84,7 +83,7 @@ def test_what_makes_no_sense_is_refused(store, arguments, message, capsys):
 
 def test_checking_a_store_does_not_wait_for_torch(store):
     code = "import sys; from dspark_store.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, "verify", str(store)], capture_output=True).returncode == 0
+    assert run_python("-c", code, "verify", store).returncode == 0
 
 
 @pytest.fixture(scope="module")

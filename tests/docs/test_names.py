@@ -12,7 +12,8 @@ from dspark_store.cli.options import OneLineParser
 from dspark_store.precompute.settings import settings
 from dspark_store.settings import settings_of
 from dspark_store.training.settings import TrainConfig
-from tests.docs.pages import PAGES, ROOT, name_of
+from tests.docs.pages import PAGES, name_of
+from tests.processes import ROOT
 
 PACKAGE = ROOT / "dspark_store"
 OTHER_FLAGS = {"help", "config", "cpus-per-task", "requeue", "signal"}  # of the parsers themselves, and of Slurm

@@ -1,14 +1,11 @@
 """The documentation site is built, and nothing in it is worth a warning."""
 
-import subprocess
-import sys
-
-from tests.docs.pages import ROOT
+from tests.processes import ROOT, run_python
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-d", str(tmp_path / "trees")]
-    built = subprocess.run([*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
+    sphinx = ("-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-d", tmp_path / "trees")
+    built = run_python(*sphinx, "docs", tmp_path / "site", cwd=ROOT)
     assert (built.returncode, built.stderr) == (0, "")
     pages = {page.relative_to(tmp_path / "site").with_suffix(".md") for page in (tmp_path / "site").rglob("*.html")}
     assert {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")} <= pages

@@ -22,7 +22,8 @@ from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.train import main as train
-from tests.docs.pages import PAGES, ROOT, RUN_LANGUAGES, all_blocks, blocks, name_of
+from tests.docs.pages import PAGES, RUN_LANGUAGES, all_blocks, blocks, name_of
+from tests.processes import ROOT
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, write_chats
 
 PRECOMPUTE = "dspark_store.precompute"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -21,6 +19,7 @@ from dspark_store.inspection.summary import ShardRun, Summary, missing_runs, sum
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.process import ProcessName
+from tests.processes import run_python
 from tests.stores import RAGGED, Shape, build_store, flip
 
 TOKENS = sum(RAGGED)
@@ -223,7 +222,7 @@ print(*("touched " + path for path in touched), sep="\\n")
 
 def touched(place):
     """Run the command in a process of its own; return the paths in the store that it opened or listed."""
-    ran = subprocess.run([sys.executable, "-c", WATCHED, str(place)], capture_output=True, text=True, check=True)
+    ran = run_python("-c", WATCHED, place, check=True)
     paths = [line.removeprefix("touched ") for line in ran.stdout.splitlines() if line.startswith("touched ")]
     return [path for path in paths if not path.startswith("..")]
 

@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from dspark_store import Cache, CacheLoader, open_cache
 from dspark_store.format.schema import IDS
 from dspark_store.readers.order import EndRule
+from tests.processes import run_python
 from tests.stores import Shape, build_store
 
 LENGTHS = (20, 7, 13, 8, 3, 9, 16, 20, 17, 11, 5)
@@ -306,5 +305,5 @@ batches = iter(loader)
 batch = next(batches)
 {ending}
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -14,10 +14,9 @@ from dspark_store.train import main
 from dspark_store.training.loop import Training
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from tests.precompute.jobs import states_of_files
+from tests.processes import ENVIRONMENT, TWO_RANKS, run_python
 from tests.training.runs import flags, metrics, run
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HELD = (
     rf"error: (?:rank \d: )?.*run is being written by process {os.getpid()} on {re.escape(socket.gethostname())} since "
     r"20\d\d-\d\d-\d\d \d\d:\d\d UTC \(last sign of life \d+ s ago\); wait for it, or end it"
@@ -55,8 +54,7 @@ def test_of_two_trainings_that_start_together_one_trains_to_its_end(store, tmp_p
 def test_ranks_are_refused_in_one_line_too(store, tmp_path):
     (tmp_path / "run").mkdir()
     with StoreLock(LocalStorage(tmp_path / "run")):
-        command = [sys.executable, *RANKS, "-m", "dspark_store.train", *flags(tmp_path / "run", "--store", store)]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        done = run_python(*TWO_RANKS, "-m", "dspark_store.train", *flags(tmp_path / "run", "--store", store))
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK_KEY]
     assert done.returncode != 0
     (line,) = errors(done.stderr)

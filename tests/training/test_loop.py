@@ -1,7 +1,6 @@
 """Steps, epochs, checkpoints and going on."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from dspark_store.training.checkpoint import checkpoints, save_checkpoint
 from dspark_store.training.learner import Learner
 from dspark_store.writers.lock import LOCK_KEY
 from tests.precompute.jobs import states_of_files
+from tests.processes import ENVIRONMENT, TWO_RANKS, run_python
 from tests.training.runs import flags, metrics, run, traced
 
 EPOCHS = ("--epochs", 4)
@@ -23,7 +23,6 @@ WINDOWS = (
     *("--epochs", 20, "--max-steps", 30, "--log-every", 10, "--checkpoint-every", 4),
     *("--validate-every", 8, "--validation-fraction", 0.2),
 )
-ENVIRONMENT = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
 
 
 def drafts(directory):
@@ -245,7 +244,7 @@ def test_a_training_from_a_store_does_not_even_import_what_runs_a_target(store, 
         "import sys; from dspark_store.train import main; main(sys.argv[1:]); sys.exit('transformers' in sys.modules)"
     )
     words = flags(tmp_path / "run", "--store", store, "--max-steps", 1, "--validation-fraction", 0.3)
-    done = subprocess.run([sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("-c", code, *words)
     assert done.returncode == 0, done.stderr
     assert "1 steps in " in done.stdout
 
@@ -267,9 +266,8 @@ def test_bf16_trains_with_weights_in_fp32(store, tmp_path):
 def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(store, tmp_path):
     more = ("--store", store, "--max-steps", 2, "--accumulate", 2, "--validation-fraction", 0.1)
     alone = run(tmp_path / "alone", *more, "--batch-size", 2)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [*launcher, "dspark_store.train", *flags(tmp_path / "two", *more, "--batch-size", 1)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    words = flags(tmp_path / "two", *more, "--batch-size", 1)
+    done = run_python(*TWO_RANKS, "-m", "dspark_store.train", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     for kind in ("train", "validation"):
         pairs = list(zip(metrics(alone, kind), metrics(tmp_path / "two", kind), strict=True))
@@ -290,9 +288,8 @@ def test_a_checkpoint_tells_what_it_is_of(store, tmp_path):
 
 
 def test_ranks_that_have_the_same_error_tell_it_once(store, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [*launcher, "dspark_store.train", *flags(tmp_path / "run", "--store", store, "--mask-token-id", 288)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    words = flags(tmp_path / "run", "--store", store, "--mask-token-id", 288)
+    done = run_python(*TWO_RANKS, "-m", "dspark_store.train", *words)
     assert done.returncode != 0
     told = [line[15:] for line in done.stderr.splitlines() if line.startswith("error: rank ")]
     assert told == ["mask_token_id 288 is outside the vocabulary of 288"]

@@ -16,6 +16,7 @@ from dspark_store.writers import lock as lock_module
 from dspark_store.writers import process as process_module
 from dspark_store.writers.lock import LOCK_KEY, STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder
 from dspark_store.writers.process import ProcessName
+from tests.processes import ended_pid
 
 
 @pytest.fixture
@@ -28,12 +29,6 @@ def leave_lock(storage, *, age=0.0, started="1", **process):
     storage.put(LOCK_KEY, replace(ProcessName.own(), started=started, **process).to_json().encode())
     then = storage.now() - age
     os.utime(storage.path(LOCK_KEY), (then, then))
-
-
-def ended_process():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def files(storage):
@@ -81,7 +76,7 @@ def test_a_lock_is_free_again_after_an_error(storage):
 
 
 def test_the_lock_of_an_ended_process_of_this_host_is_taken_over(storage):
-    leave_lock(storage, pid=ended_process())
+    leave_lock(storage, pid=ended_pid())
     with StoreLock(storage):
         assert json.loads(storage.read(LOCK_KEY))["pid"] == os.getpid()
 
@@ -159,7 +154,7 @@ def beating(monkeypatch, seconds=0.01):
 
 
 def test_of_two_containers_with_one_host_name_each_respects_the_others_lock(storage):
-    leave_lock(storage, space="pid:[1]", pid=ended_process())
+    leave_lock(storage, space="pid:[1]", pid=ended_pid())
     with pytest.raises(BlockingIOError), StoreLock(storage):
         pass
 
@@ -285,7 +280,7 @@ def test_a_process_of_this_host_is_asked_and_not_watched(storage):
     leave_lock(storage, started=process_module._started(os.getpid()), age=FUTURE)
     with pytest.raises(BlockingIOError), StoreLock(storage, pause=never):
         pass
-    leave_lock(storage, pid=ended_process(), age=FUTURE)
+    leave_lock(storage, pid=ended_pid(), age=FUTURE)
     with StoreLock(storage, pause=never):
         pass
 
@@ -309,7 +304,7 @@ def test_whose_attempt_is_swept_away_is_told_who_writes(storage, monkeypatch, wh
 
 
 def test_a_stale_lock_that_is_swept_while_it_is_removed_is_gone(storage, monkeypatch):
-    leave_lock(storage, pid=ended_process())
+    leave_lock(storage, pid=ended_pid())
     rename = os.rename
 
     def swept(*given, **options):
@@ -374,7 +369,7 @@ def test_a_take_over_from_another_host_waits_for_a_heartbeat(storage, monkeypatc
 
 
 def test_a_dead_jobs_lock_is_taken_without_waiting(storage):
-    leave_lock(storage, pid=ended_process())
+    leave_lock(storage, pid=ended_pid())
     started = time.monotonic()
     with StoreLock(storage, take_over=True):
         assert time.monotonic() - started < 5
@@ -429,7 +424,7 @@ def test_a_disk_that_fails_for_a_moment_takes_the_lock_from_nobody(storage, monk
 
 
 def test_a_stale_lock_that_another_job_replaced_in_the_meantime_is_given_back(storage, monkeypatch):
-    leave_lock(storage, pid=ended_process())
+    leave_lock(storage, pid=ended_pid())
     fresh = json.dumps(asdict(replace(ProcessName.own(), host="elsewhere"))).encode()
 
     def replaced(process):
@@ -445,7 +440,7 @@ def test_a_stale_lock_that_another_job_replaced_in_the_meantime_is_given_back(st
 
 
 def test_of_many_that_take_over_an_ended_jobs_lock_one_holds_it(storage):
-    leave_lock(storage, pid=ended_process())
+    leave_lock(storage, pid=ended_pid())
     start, done = threading.Barrier(8), threading.Barrier(8)
     held = []
 

@@ -11,6 +11,7 @@ import pytest
 
 from dspark_store.writers import process as process_module
 from dspark_store.writers.process import ProcessName
+from tests.processes import ended_pid
 
 
 @pytest.fixture
@@ -24,12 +25,6 @@ def no_proc(monkeypatch):
     monkeypatch.setattr(Path, "readlink", refuse)
 
 
-def ended_process():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def test_this_process_is_local_and_runs():
     own = ProcessName.own()
     assert own.pid == os.getpid()
@@ -38,7 +33,7 @@ def test_this_process_is_local_and_runs():
 
 
 def test_an_ended_process_does_not_run():
-    assert not replace(ProcessName.own(), pid=ended_process()).still_runs
+    assert not replace(ProcessName.own(), pid=ended_pid()).still_runs
 
 
 def test_an_earlier_process_with_the_same_number_does_not_run():
@@ -71,7 +66,7 @@ def test_without_proc_a_process_that_exists_runs(no_proc):
     assert (own.space, own.started) == ("?", "?")
     assert own.is_local
     assert own.still_runs
-    assert not replace(own, pid=ended_process()).still_runs
+    assert not replace(own, pid=ended_pid()).still_runs
 
 
 def test_a_process_whose_start_cannot_be_seen_is_taken_to_run(monkeypatch):
