@@ -12,7 +12,7 @@ from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.repair.ledgers import mend_ledgers, mend_status
+from dspark_store.inspection.repair.evidence import mend_ledgers, mend_status
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
 from dspark_store.inspection.repair.state import RepairState, sweep, uncommit

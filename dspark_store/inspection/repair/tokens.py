@@ -15,8 +15,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, INDEX_SOURCE, MASK
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard, sources_key
-from dspark_store.inspection.repair.evidence import gather
-from dspark_store.inspection.repair.ledgers import checksum_holds, restore_index
+from dspark_store.inspection.repair.evidence import checksum_holds, gather, restore_index
 from dspark_store.inspection.repair.state import RepairState
 from dspark_store.writers.publish import TokenSummary, summarise_tokens, token_index_values
 from dspark_store.writers.tokens import write_shard_sources
