@@ -4,7 +4,10 @@ import signal
 
 import pytest
 
+from dspark_store import open_cache
+from dspark_store.target.batches import forward_cost
 from tests.crash.orders import Plant, Strike
+from tests.precompute.jobs import BATCH_SIZE
 from tests.precompute.rank_jobs import SHARDS, RankJobs
 
 ENOUGH_SECONDS, PREEMPTION_SECONDS = 20, 10
@@ -197,10 +200,21 @@ def test_a_rank_whose_process_is_stopped_ends_the_job(jobs, tmp_path):
     assert ["rank 1 has made no progress" in outcome.logs[rank] for rank in (0, 2)] == [True, True], outcome.log
 
 
+def costs_of(store):
+    """Return the positions that the forwards of each shard of a store run over."""
+    cache = open_cache(store)
+    rows = [cache.schema.tokens.rows(shard) for shard in range(SHARDS)]
+    return [forward_cost([int(cache.lengths[row]) for row in shard], BATCH_SIZE) for shard in rows]
+
+
 def test_a_slow_rank_holds_up_no_other_and_ends_nothing(jobs, tmp_path):
     plants = (Plant(1, "forward", "sleep", 1.0), *(Plant(rank, "forward", "each", 0.02) for rank in (0, 2)))
     outcome = jobs.run(tmp_path / "store", world=3, plants=plants, gate=True)
     assert sorted(outcome.shards) == list(range(SHARDS))
     assert len(outcome.ranks[1].numbers("shard")) == 1
     assert "captured 2,030 tokens of 6 shards" in outcome.logs[0]
+    costs = costs_of(tmp_path / "store")
+    for rank in outcome.ranks:
+        taken = [costs[shard] for shard in rank.numbers("shard")]
+        assert taken == sorted(taken, reverse=True)
     jobs.assert_equals_whole(tmp_path / "store")
