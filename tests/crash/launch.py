@@ -17,7 +17,7 @@ from typing import Any
 from tests.crash.orders import Ends, Order, Outcome, RankOutcome
 
 _ROOT = Path(__file__).parents[2]
-_REPLY_SECONDS = 200.0
+_REPLY_SECONDS = 400.0
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class Order:
     plants: tuple[Plant, ...] = ()
     kill_at: int | None = None
     gate: bool = False
-    limit: float = 100.0
+    limit: float = 300.0
 
     def to_line(self) -> str:
         """Return the line that the zygote reads."""

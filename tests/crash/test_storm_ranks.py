@@ -10,6 +10,7 @@ import pytest
 from tests.crash.orders import Plant, Strike
 from tests.crash.storm import KILLED, Storm, committed_states
 
+pytestmark = pytest.mark.timeout(3600)
 SEED = 21
 BATCHES_A_SHARD = 2
 _PACE_SECONDS = 0.05

@@ -12,6 +12,7 @@ from tests.precompute.rank_jobs import (
     states,
 )
 
+pytestmark = pytest.mark.timeout(900)
 FEW = [
     (3, (), "dense", 1.0),
     (2, ("--fsdp-size", 2), "moe", 0.51),

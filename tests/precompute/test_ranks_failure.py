@@ -10,6 +10,7 @@ from tests.crash.orders import Plant, Strike
 from tests.precompute.jobs import BATCH_SIZE
 from tests.precompute.rank_jobs import SHARDS, RankJobs
 
+pytestmark = pytest.mark.timeout(900)
 ENOUGH_SECONDS, PREEMPTION_SECONDS = 20, 10
 BEFORE_SHARDS = ("load", "tokenise")
 FSDP, PP, EP = ("--fsdp-size", 3), ("--pp-size", 3), ("--ep-size", 3)
@@ -194,7 +195,7 @@ def test_a_rank_whose_process_is_stopped_ends_the_job(jobs, tmp_path):
     pace = tuple(Plant(rank, "forward", "each", 0.1) for rank in range(3))
     strike = Strike((1,), event="forward", number=signal.SIGSTOP)
     flags = ("--timeout-minutes", STALL_SECONDS / 60)
-    job = jobs.start(tmp_path / "store", *flags, world=3, plants=pace, strike=strike, gate=True, limit=30.0)
+    job = jobs.start(tmp_path / "store", *flags, world=3, plants=pace, strike=strike, gate=True, limit=60.0)
     outcome = job.wait()
     assert outcome.exit_codes == [3, -9, 3], outcome.log
     assert ["rank 1 has made no progress" in outcome.logs[rank] for rank in (0, 2)] == [True, True], outcome.log

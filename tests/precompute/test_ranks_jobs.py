@@ -17,6 +17,7 @@ from tests.crash.orders import Plant, Strike
 from tests.precompute.jobs import arguments, states_of_files
 from tests.precompute.rank_jobs import BATCHES, RankJobs, assert_same_store
 
+pytestmark = pytest.mark.timeout(900)
 PREEMPTION_SECONDS = 10
 CONFIGS = Path(__file__).parents[1] / "compat" / "configs"
 
