@@ -215,5 +215,5 @@ def test_r12_a_whole_run_and_the_same_again_which_computes_nothing(root, no_targ
 
 def test_r13_the_command_parses_runs_and_returns_the_code(root, monkeypatch):
     codes = {parse_arguments(words(root)): 7}
-    monkeypatch.setattr("dspark_store.precompute.__main__.run", lambda config: codes[config])
+    monkeypatch.setattr("dspark_store.precompute.run.run", lambda config: codes[config])
     assert main(words(root)) == 7

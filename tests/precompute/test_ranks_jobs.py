@@ -29,7 +29,7 @@ def jobs(tmp_path_factory):
 
 def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):
     store = tmp_path / "store"
-    pace = tuple(Plant(rank, "forward", "each", 0.4) for rank in range(2))
+    pace = tuple(Plant(rank, "forward", "each", 5.0) for rank in range(2))
     first = jobs.start(store, world=2, plants=pace, gate=True)
     first.wait_for("forward")
     second = jobs.start(store, "--resume").wait()

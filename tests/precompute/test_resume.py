@@ -87,7 +87,7 @@ def test_committed_tokens_without_all_of_their_objects_are_done_again(store, lla
 )
 def test_damage_that_a_resume_cannot_mend_says_what_to_do(unfinished, llama, chats, capsys, name, data):
     (unfinished / name).write_bytes(data)
-    line = refused([*arguments(llama, chats, unfinished), "--resume"], capsys)
+    line = refused([*arguments(llama, chats, unfinished), "--resume"], capsys, code=1)
     assert line.endswith(f"; run dspark-store repair {unfinished}, then go on with --resume")
 
 
