@@ -177,7 +177,7 @@ def test_a_column_of_another_tool_is_read_from_files_only(what, tmp_path, capsys
     rewrite(store, "loss_mask", (1, 20), compressors=None)
     (store.path / "loss_mask" / "c" / "1" / "0").unlink()
     ODD[what](store.path / "loss_mask" / "c" / "1" / "0")
-    assert "loss_mask: zarr-python cannot read it: object c/1/0 is a" in told(capsys, 1, "verify", store.path)
+    assert "loss_mask/c/1/0 is a" in told(capsys, 1, "verify", store.path)
     told(capsys, 1, "head", store.path)
 
 

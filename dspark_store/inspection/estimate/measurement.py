@@ -183,7 +183,7 @@ def _timed_row_bytes(schema: StoreSchema, states: torch.Tensor) -> tuple[int, fl
 def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) -> None:
     """Read the states of the measurement's rows from the store that has them, and encode them; and its tables.
 
-    ``layers`` are the ids that an estimate is made for, in slot order.
+    ``layers`` are the ids that an estimate is made for, in slot order; all slots where the store names none.
     """
     tables: list[torch.Tensor] = []
     if cache.record.weights:
@@ -195,7 +195,9 @@ def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) ->
     def stored() -> Iterator[RowStates]:
         for place, row in enumerate(encoder.measurement.rows):
             span = slice(0, len(row))
-            batch = cache.read([row.number], columns=(LAYERS, LAST), layers=layers, positions=span, layout="stacked")
+            batch = cache.read(
+                [row.number], columns=(LAYERS, LAST), layers=layers or None, positions=span, layout="stacked"
+            )
             yield place, [*batch[LAYERS][0], batch[LAST][0]]
 
     encoder.encode_states(stored())

@@ -16,7 +16,7 @@ _LOWEST, _HIGHEST = -32, 136
 BINS = (_HIGHEST - _LOWEST) * PER_OCTAVE + 2
 """Sixteen bins an octave from 2^-32 to 2^136, which is beyond any norm of finite states, and one at each end."""
 _SIXTEENTHS = 2.0 ** (np.arange(1, PER_OCTAVE) / PER_OCTAVE - 1)
-_MOST_IDS = 1 << 22
+_MOST_IDS = 1 << 20
 """No vocabulary is as large: neither a manifest nor one damaged id makes more counts."""
 _MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 
@@ -126,7 +126,7 @@ def tally_tokens(ids: np.ndarray, mask: np.ndarray, vocabulary: int | None) -> T
     """Count some ids and their mask, both (tokens,).
 
     ``vocabulary`` is how many ids the target knows; where no manifest says so, there are as many as occur. Ids past the
-    first 4 Mi are counted as outside.
+    first 1 Mi are counted as outside.
     """
     known = (ids >= 0) & (ids < min(vocabulary or _MOST_IDS, _MOST_IDS))
     kept = ids[known]
