@@ -87,10 +87,23 @@ class Marking:
             self._choose(index, message)
         self.fits = 2 * len(self.marks) <= _LAST - _FIRST
 
-    def messages(self, *, reasoning: bool = True, count: int | None = None) -> list[Message]:
-        """Return the first messages (all of them by default) with marks, and without any reasoning if so wanted."""
+    def messages(self, count: int | None = None) -> list[Message]:
+        """Return the first messages (all of them by default) with marks."""
         count = len(self._messages) if count is None else count
-        return [self._marked(index, reasoning) for index in range(count)]
+        return [self._marked(index) for index in range(count)]
+
+    def without_reasoning(self, *, emptied: bool = False) -> list[Message]:
+        """Return the messages with marks and without any reasoning: its fields are left out, or empty if so wanted.
+
+        They are empty in any case where the content has tags that a template may look at for want of a field.
+        """
+        messages = [self._marked(index, reasoning=False) for index in range(self.size)]
+        for message, fields in zip(messages, self._fields, strict=True):
+            empty = emptied or "think>" in str(message.get("content"))
+            for field, _, _ in fields:
+                message.pop(field)
+            message |= {field: "" for field, _, _ in fields if empty}
+        return messages
 
     def read(self, marked: str) -> MarkedText:
         """Take the marks out of a render."""
@@ -130,13 +143,13 @@ class Marking:
         self.marks.append(Mark(index, piece))
         return len(self.marks) - 1
 
-    def _marked(self, index: int, reasoning: bool) -> Message:
+    def _marked(self, index: int, *, reasoning: bool = True) -> Message:
         message = dict(self._messages[index])
         if any(number is not None for _, number in self._contents[index]):
             shown = [(piece, number) for piece, number in self._contents[index] if reasoning or piece.kind == CONTENT]
             message["content"] = "".join(_around(piece, number) for piece, number in shown)
         for field, piece, number in self._fields[index]:
-            message[field] = _around(piece, number) if reasoning else ""
+            message[field] = _around(piece, number)
         numbers = iter(self._calls[index])
         if self._calls[index]:
             message["tool_calls"] = [_marked_call(call, numbers) for call in _calls_of(message)]

@@ -1,7 +1,7 @@
 """Where the reasoning of assistant messages stands in a rendered conversation."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dspark_store.sources.marks import (
@@ -14,7 +14,8 @@ from dspark_store.sources.marks import (
     is_reasoning,
 )
 from dspark_store.sources.messages import Message
-from dspark_store.sources.rendering import Rendering
+from dspark_store.sources.rendering import Rendering, RenderLimitError
+from dspark_store.sources.source import SourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +121,26 @@ class ReasoningFinder:
 
     def _without_any(self) -> MarkedText:
         marking, _ = self._marked if self._marked is not None else (Marking(self._messages), None)
-        return marking.read(self._rendering.render(marking.messages(reasoning=False)))
+        return marking.read(self._without(marking, self._rendering.render))
 
     def _alone(self, index: int) -> list[Stretch]:
         """Return the stretch of one message, by two renders."""
         marking = Marking([self._messages[index]], kinds=(REASONING,))
         found = marking.read(self._render_with(index, marking.messages()[0]))
         core = next(iter(found.spans.values())) if len(found.spans) == 1 and found.text == self._text else None
-        without = self._render_with(index, marking.messages(reasoning=False)[0])
+        without = self._without(marking, lambda messages: self._render_with(index, messages[0]))
         stretch = removed_stretch(self._text, without, core)
         return [] if stretch is None else [stretch]
+
+    @staticmethod
+    def _without(marking: Marking, render: Callable[[Sequence[Message]], str]) -> str:
+        """Render without the keys that hold reasoning, or with empty ones for a template that needs the keys."""
+        try:
+            return render(marking.without_reasoning())
+        except RenderLimitError:
+            raise
+        except SourceError:
+            return render(marking.without_reasoning(emptied=True))
 
     def _render_with(self, index: int, message: Message) -> str:
         return self._rendering.render([*self._messages[:index], message, *self._messages[index + 1 :]])

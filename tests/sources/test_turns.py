@@ -159,6 +159,29 @@ def test_reasoning_in_a_channel_is_masked_as_a_whole():
     )
 
 
+@pytest.mark.parametrize("needs_the_key", [False, True])
+def test_a_channel_that_is_written_wherever_there_is_the_key_is_masked_as_a_whole(needs_the_key):
+    template = GPT_OSS.replace("{%- if loop.last and m.thinking %}", "{%- if loop.last and 'thinking' in m %}")
+    template = template.replace("{%- if m.thinking %}", "{%- if 'thinking' in m %}")
+    assert template.count("'thinking' in m") == 2
+    analysis = "<|start|>assistant<|channel|>analysis<|message|>"
+    masked = [f"{analysis}plan<|end|>[[", f"{analysis}so<|end|>[["]
+    if needs_the_key:  # then its delimiters stay without reasoning, and are supervised
+        refusal = "{%- if m.role == 'assistant' and 'thinking' not in m %}{{- raise_exception('why?') }}{%- endif %}"
+        template = template.replace("{%- for m in messages %}", "{%- for m in messages %}" + refusal)
+        masked = [f"[[{analysis}]]plan[[<|end|>", f"[[{analysis}]]so[[<|end|>"]
+    chat = [user("a"), call(why="plan", x=1), result("r"), said("d", "so")]
+    chat = [{"thinking" if key == "reasoning_content" else key: value for key, value in m.items()} for m in chat]
+    assert shown(template, chat, reasoning=True) == (
+        "<|start|>system<|message|>Be of help.<|end|><|start|>user<|message|>a<|end|>"
+        + masked[0]
+        + '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>]]'
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"r"<|end|>'
+        + masked[1]
+        + "<|start|>assistant<|channel|>final<|message|>d<|return|>]]"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
