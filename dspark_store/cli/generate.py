@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import batched
 from pathlib import Path
@@ -19,8 +19,10 @@ from dspark_store.target.settings import Sampling
 from dspark_store.text import say
 
 if TYPE_CHECKING:
-    from dspark_store.target.answers import Answer, Answerer, Message
+    from dspark_store.sources.rendering import Renderer
+    from dspark_store.target.answers import Answer, Answerer
 
+Message = Mapping[str, str]
 Row = dict[str, object]
 
 
@@ -54,7 +56,7 @@ def run(given: argparse.Namespace) -> int:
     output = Path(given.output)
     done, size = whole_batches(output, conversations, given.batch_size, origin)
     if done < len(conversations):
-        answerer = _load(given, sampling)
+        answerer, renderer = _load(given, sampling)
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.exists():
             os.truncate(output, size)
@@ -64,7 +66,9 @@ def run(given: argparse.Namespace) -> int:
         ):
             tokens = 0
             for batch, members in enumerate(batched(conversations[done:], given.batch_size), done // given.batch_size):
-                answers = answerer.answer(members, batch)
+                first = batch * given.batch_size + 1
+                prompts = [prompt_ids(renderer, member, number) for number, member in enumerate(members, first)]
+                answers = answerer.answer(prompts, batch)
                 _write(file, members, answers, origin)
                 tokens += sum(answer.tokens for answer in answers)
                 bar.advance(len(members), f"{tokens:,} new tokens")
@@ -97,6 +101,28 @@ def _messages(place: str, line: str) -> list[Message]:
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"{place} has a message whose content is no text: {content!r}")
     return [{"role": role, "content": content} for role, content in asked]
+
+
+def prompt_ids(renderer: Renderer, conversation: Sequence[Message], number: int) -> list[int]:
+    """Return the tokens of a conversation up to where the assistant speaks.
+
+    ValueError, with the conversation's number, when the template refuses it, or takes too long or writes too much.
+    """
+    from dspark_store.sources.limits import ProcessorTimeError, run_limited
+
+    messages = renderer.prepare([dict(message) for message in conversation])
+    try:
+        text = run_limited(
+            lambda: renderer.render(messages, None, generation_prompt=True),
+            renderer.limits.seconds,
+        )
+    except ProcessorTimeError as error:
+        raise ValueError(f"prompt {number:,}: the chat template takes {error} to render it; does it end?") from error
+    except ValueError as error:
+        raise ValueError(f"prompt {number:,}: {error}") from error
+    (tokens,) = renderer.tokenise([text])
+    ids: list[int] = tokens.ids.tolist()
+    return ids
 
 
 def whole_batches(
@@ -139,7 +165,8 @@ def _differences(generated: object, origin: Row) -> str:
     return ", ".join(f"{name} {made.get(name)}, not {origin.get(name)}" for name in names)
 
 
-def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
+def _load(given: argparse.Namespace, sampling: Sampling) -> tuple[Answerer, Renderer]:
+    from dspark_store.sources.rendering import Renderer
     from dspark_store.target.answers import Answerer
     from dspark_store.target.device import device_named, resolve_compute_dtype
     from dspark_store.target.load import load_target, load_tokenizer
@@ -148,8 +175,9 @@ def _load(given: argparse.Namespace, sampling: Sampling) -> Answerer:
     device = device_named(None if given.device == "auto" else given.device)
     source = TargetSource(given.target_model, given.trust_remote_code)
     tokenizer = load_tokenizer(source)
+    renderer = Renderer(tokenizer)
     model = load_target(source, dtype=resolve_compute_dtype(given.compute_dtype, device), device=device)
-    return Answerer(model, tokenizer, sampling)
+    return Answerer(model, tokenizer, sampling), renderer
 
 
 def _write(file: TextIO, members: Sequence[Sequence[Message]], answers: Sequence[Answer], origin: Row) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dspark_store.target.settings import Sampling
-
-Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +21,9 @@ class Answer:
 
 
 class Answerer:
-    """Lets a target answer conversations, some at a time.
+    """Lets a target answer prompts, some at a time.
 
-    A batch's answers follow from the sampling, its number and its conversations, and from nothing before it.
+    A batch's answers follow from the sampling, its number and its prompts, and from nothing before it.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
@@ -38,17 +35,13 @@ class Answerer:
         self._pad = int(pad) if isinstance(pad, int) else (self._ends[0] if self._ends else 0)
 
     @torch.inference_mode()
-    def answer(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Answer]:
-        """Return the target's next message in each conversation; ``batch`` is the number of this batch.
-
-        ValueError when the template refuses a conversation.
-        """
-        prompts = [self._prompt(conversation) for conversation in conversations]
+    def answer(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Answer]:
+        """Return what the target says behind each prompt's tokens; ``batch`` is the number of this batch."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), longest), self._pad)
         attention = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # padded on the left, so that all rows go on at the same place
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             attention[row, longest - len(prompt) :] = 1
         device = self._model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -57,15 +50,6 @@ class Answerer:
                 ids.to(device), attention_mask=attention.to(device), generation_config=self._config()
             )
         return [self._read(row.tolist()) for row in generated[:, longest:]]
-
-    def _prompt(self, conversation: Sequence[Message]) -> list[int]:
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                [dict(message) for message in conversation], add_generation_prompt=True, return_dict=True
-            )
-        except Exception as error:  # whatever a template raises
-            raise ValueError(f"the chat template refuses a conversation: {error}") from error
-        return cast("dict[str, list[int]]", encoded)["input_ids"]
 
     def _config(self) -> GenerationConfig:
         sampling = self._sampling

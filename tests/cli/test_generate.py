@@ -6,12 +6,14 @@ import shutil
 import pytest
 import torch
 
+from dspark_store.cli.generate import prompt_ids
 from dspark_store.cli.main import main
+from dspark_store.sources.rendering import Renderer, RenderLimits
 from dspark_store.target.answers import Answerer
 from dspark_store.target.load import load_target, load_tokenizer
 from dspark_store.target.settings import Sampling
 from dspark_store.target.source import TargetSource
-from tests.tiny import save_target_dir
+from tests.tiny import save_target_dir, tiny_tokenizer
 
 PROMPTS = ["What is a tide?", "Name a colour.", "Why?", "Tell me of bees, and of what they do all day.", "Stop."]
 
@@ -57,7 +59,27 @@ def test_at_temperature_0_an_answer_is_the_likeliest_tokens_whatever_shares_its_
     while len(said) < 6 and tokenizer.eos_token_id not in said:
         said.append(int(model(torch.tensor([ids + said])).logits[0, -1].argmax()))
     text = str(tokenizer.decode([token for token in said if token != tokenizer.eos_token_id], skip_special_tokens=True))
-    assert answerer.answer(conversations, 0)[2].text == text.strip()
+    prompts = [prompt_ids(Renderer(tokenizer), chat, number) for number, chat in enumerate(conversations, 1)]
+    assert prompts[2] == ids
+    assert answerer.answer(prompts, 0)[2].text == text.strip()
+
+
+COUNTS = "{% for n in range(m.content | int) %}{% for k in range(99999) %}{{ SAID }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "message"),
+    [
+        ("''", RenderLimits(seconds=0.2), "prompt 7: the chat template takes more than 0.2 s of processor time"),
+        ("'x'", RenderLimits(text_bytes=2**16), "prompt 7: the chat template writes more than 65,536 bytes"),
+        ("raise_exception('not so')", RenderLimits(), "prompt 7: the chat template refuses the conversation: not so"),
+    ],
+)
+def test_a_template_that_does_not_end_with_a_prompt_or_refuses_it_is_an_error_that_names_it(said, limits, message):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}" + COUNTS.replace("SAID", said) + "{% endfor %}"
+    with pytest.raises(ValueError, match=message):
+        prompt_ids(Renderer(tokenizer, limits=limits), [{"role": "user", "content": "99999"}], 7)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
