@@ -92,9 +92,12 @@ def explain(memory: TemplateMemory, messages: Sequence[Message], text: str) -> E
     """Return the places of all contents, or None unless known pieces and the contents alone make up the whole text.
 
     No render is needed for it. Contents that are empty, or have white space around them, are left to marks, and so
-    are texts in which two known pieces would fit.
+    are texts in which two known pieces would fit. What opens the text, such as tools, need not be known where the first
+    message is no answer.
     """
     position = _after(text, 0, memory.openings.get(str(messages[0]["role"])))
+    if position is None:
+        position = _first_content(memory, messages, text)
     places: list[Span] = []
     boundaries: dict[int, int] = {}
     for index, message in enumerate(messages):
@@ -120,6 +123,17 @@ def explain(memory: TemplateMemory, messages: Sequence[Message], text: str) -> E
     if closing is None or text[places[-1][1] :] != closing:
         return None
     return Explained(places, boundaries)
+
+
+def _first_content(memory: TemplateMemory, messages: Sequence[Message], text: str) -> int | None:
+    """Return where the first content begins, by what follows it; None unless there is one such place."""
+    if len(messages) < 2 or messages[0]["role"] == "assistant":
+        return None
+    first, second = (str(message.get("content")) for message in messages[:2])
+    known = memory.gaps.get((str(messages[0]["role"]), str(messages[1]["role"])), {})
+    whole = [first + gap + second for gap in known]
+    places = {place for piece in whole for place in (text.find(piece), text.rfind(piece)) if place >= 0}
+    return places.pop() if len(places) == 1 else None
 
 
 def learn_edges(

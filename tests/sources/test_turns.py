@@ -458,3 +458,27 @@ def test_renders_of_one_row_are_counted():
     rendering.render(TWO)
     with pytest.raises(SourceError, match="more than 2 renders"):
         rendering.render(TWO)
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3, LLAMA31])
+def test_a_plain_chat_with_tools_of_its_own_is_rendered_once(template, monkeypatch):
+    renderer = Renderer(byte_tokenizer(template))
+
+    def tools(name: str) -> list[JsonValue]:
+        return [{"type": "function", "function": {"name": name, "description": "find " * 99}}]
+
+    tokens_and_mask(renderer, Conversation(TWO, tools("f")), MaskOptions())
+    renders: list[object] = []
+    render = Renderer.render
+
+    def counted(*args, **options):
+        renders.append(args)
+        return render(*args, **options)
+
+    monkeypatch.setattr(Renderer, "render", counted)
+    chat = [user("find"), said("find"), user("find me"), said("find it")]
+    _, mask = tokens_and_mask(renderer, Conversation(chat, tools("find")), MaskOptions())
+    assert len(renders) == 1
+    alone = Renderer(byte_tokenizer(template))
+    monkeypatch.setattr("dspark_store.sources.masks.explain", lambda *args: None)
+    assert mask.tolist() == tokens_and_mask(alone, Conversation(chat, tools("find")), MaskOptions())[1].tolist()
