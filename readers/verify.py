@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.ledger import state_ledger, token_ledger
-from dspark_store.format.metadata import ROOT_KEY
+from dspark_store.format.metadata import LARGE_SHARD, ROOT_KEY, is_filled
 from dspark_store.format.schema import COLUMNS, IDS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import Storage
@@ -98,9 +98,15 @@ def check_shard(view: StoreView, shard: int) -> ShardVerdict:
 
 
 def _growing_rows(view: StoreView, row: LedgerRow, shard: int) -> range:
-    """Return the samples of a shard while N is not settled: as many as its ledger row says."""
+    """Return the samples of a shard while N is not settled: as many as its ledger row says.
+
+    Of a large shard there are none when neither object of its tokens has an entry for each row.
+    """
     size = view.schema.shard_size
     count = size if row.row is None else min(int(row.row[2, 1]), size)
+    keys = (object_key(column, shard) for column in (IDS, MASK))
+    if count > LARGE_SHARD and not any(is_filled(view.storage, key, size, 16) for key in keys):
+        count = 0
     return range(shard * size, shard * size + count)
 
 

@@ -38,7 +38,8 @@ COPY_KEY = "ledger/states/root.json"
 """A copy of the root's ``zarr.json``, in the folder of an array, where no Zarr reader looks for nodes."""
 _SPARE_SHARDS, _SPARE_TABLE_OBJECTS = 64, 1 << 16
 """So many objects a folder may lack whatever it has: a table of the target may be lost as a whole."""
-_LARGE_SHARD = 1 << 12
+LARGE_SHARD = 1 << 12
+"""So many rows a shard may have that no object bears out."""
 _SPARE_SAMPLES, _PROBES = 1 << 18, 64
 """So many samples need no proof beside JSON. Of more, so many entries of an array are looked at."""
 READ_ATTEMPTS, READ_PAUSE_SECONDS = 6, 0.05
@@ -139,12 +140,12 @@ def _check_shards(storage: Storage, record: StoreRecord) -> None:
     folders = {STATE_LEDGER: 1, TOKEN_LEDGER: 1, IDS: 1, MASK: 1, LAST: 1, LAYERS: max(1, schema.num_layers)}
     if not (
         shards <= _SPARE_SHARDS
-        or (record.complete and _is_filled(storage, f"{INDEX_OBJECTS}/c.0.0.0", shards, row_bytes))
+        or (record.complete and is_filled(storage, f"{INDEX_OBJECTS}/c.0.0.0", shards, row_bytes))
         or any(shards <= _SPARE_SHARDS + 2 * len(storage.list(path)) // each for path, each in folders.items())
     ):
         raise DamagedStoreError(_unborne(storage, "num_samples", shards, "shards"))
     rows = schema.shard_size
-    if rows > _LARGE_SHARD and _size(storage, f"{INDEX_LENGTH}/c.0") != 4 * schema.num_samples + CRC_BYTES:
+    if rows > LARGE_SHARD and _size(storage, f"{INDEX_LENGTH}/c.0") != 4 * schema.num_samples + CRC_BYTES:
         tokens = [f"{column}/{name}" for column in (IDS, MASK) for name in storage.list(column)[:2]]
         if not any(_size(storage, key) > 20 * rows for key in tokens):  # of the index and trailer of such an object
             raise DamagedStoreError(_unborne(storage, "shard_size", rows, "rows of a shard"))
@@ -154,14 +155,14 @@ def _check_samples(storage: Storage, schema: StoreSchema) -> None:
     """Raise DamagedStoreError when neither the index nor the token objects show that there are so many samples."""
     count, shards, rows = schema.num_samples, schema.tokens.num_shards, schema.shard_size
     index = {f"{INDEX_DIGEST}/c.0.0": 16, f"{INDEX_LENGTH}/c.0": 4, f"{INDEX_SUPERVISED}/c.0": 4}
-    if count <= _SPARE_SAMPLES or any(_is_filled(storage, key, count, width) for key, width in index.items()):
+    if count <= _SPARE_SAMPLES or any(is_filled(storage, key, count, width) for key, width in index.items()):
         return
     tokens = storage.list(IDS)  # each row has an entry in the index at the end of one
-    if shards > 2 * len(tokens) or not any(_is_filled(storage, f"{IDS}/{name}", rows, 16) for name in tokens[:2]):
+    if shards > 2 * len(tokens) or not any(is_filled(storage, f"{IDS}/{name}", rows, 16) for name in tokens[:2]):
         raise DamagedStoreError(_unborne(storage, "num_samples", count, "samples"))
 
 
-def _is_filled(storage: Storage, key: str, count: int, width: int) -> bool:
+def is_filled(storage: Storage, key: str, count: int, width: int) -> bool:
     """Tell whether an object ends in ``count`` entries of ``width`` bytes and a checksum, and most are no hole.
 
     A file can have any size without a byte of data; entries of these arrays are not zero. Which are looked at, nobody

@@ -224,6 +224,17 @@ def test_an_index_of_holes_bears_no_number_out(rows, until, tmp_path, capsys):
         assert assert_told(words, capsys) in (1, 2), words
 
 
+def test_a_ledger_row_alone_bears_no_rows_of_a_shard_out(tmp_path, capsys):
+    store, rows = build(tmp_path / "store", "tokens"), 2**20
+    assert seal(store, layout(shard_size=rows))
+    for shard in range(12):
+        row = np.array([[1, 1], [1, 1], [7, rows]], np.uint64)
+        (store / "ledger" / "tokens" / f"c.{shard}.0.0").write_bytes(pack_array(row))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert assert_told(["verify", str(store)], capsys) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + MOST_KIBIBYTES
+
+
 @pytest.mark.parametrize("length", [2**31 - 1, -(2**31), 21])
 def test_no_command_walks_a_sample_past_the_length_of_a_row(length, tmp_path, capsys):
     store = build(tmp_path / "store")
