@@ -189,7 +189,10 @@ def fold_system_message(messages: Sequence[Message], roles: Sequence[str] = ("sy
 
 def _of_shape(row: Mapping[str, JsonValue], shape: tuple[str, ...]) -> list[Message]:
     if len(shape) == 1:
-        return _messages(parsed(row[shape[0]]), shape[0])
+        turns = row[shape[0]]
+        if isinstance(turns, str):
+            turns = without_null_keys(parsed(turns), _AS_THEY_ARE)
+        return _messages(turns, shape[0])
     if shape[0] == "prompt":
         asked, said = shape
         return [*_texts_or_messages(row, asked, "user"), *_texts_or_messages(row, said, "assistant")]
@@ -204,7 +207,6 @@ def _texts_or_messages(row: Mapping[str, JsonValue], name: str, role: str) -> li
 
 
 def _messages(turns: JsonValue, where: str) -> list[Message]:
-    turns = without_null_keys(turns, _AS_THEY_ARE)
     if not isinstance(turns, list) or not turns:
         raise SourceError(f"{where} must be a list of at least one message, got {shown(turns)}")
     return [_message(turn, f"{where}[{index}]") for index, turn in enumerate(turns)]

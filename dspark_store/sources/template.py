@@ -5,7 +5,7 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -71,25 +71,26 @@ class LimitedTemplate:
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Return the text of a conversation; one of `RENDER_ERRORS`, or TextLimitError."""
-        return "".join(self._pieces(messages, variables, []))
+        pieces: list[str] = []
+        self._fill(pieces, messages, variables)
+        return "".join(pieces)
 
     def render_tagged(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Do the same, and return the stretches of the text inside of generation tags."""
         pieces: list[str] = []
         spans: list[Span] = []
         with self.environment.activate_tracker(pieces, spans):
-            for _ in self._pieces(messages, variables, pieces):
-                pass
+            self._fill(pieces, messages, variables)
         return "".join(pieces), spans
 
-    def _pieces(self, messages: Sequence[Message], variables: Mapping[str, Any], pieces: list[str]) -> Iterator[str]:
-        size = 0
+    def _fill(self, pieces: list[str], messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
+        """Append the text piece by piece: the extension that looks for tags counts what is there already."""
+        left = self._text_bytes
         for piece in self._template.generate(messages=self._with_aliases(messages), **variables):
-            size += len(piece)
-            if size > self._text_bytes:
+            left -= len(piece)
+            if left < 0:
                 raise TextLimitError(self._text_bytes)
             pieces.append(piece)
-            yield piece
 
 
 class _Generator(CodeGenerator):
