@@ -12,6 +12,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from dspark_store.format.files import sync_directory
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
 from dspark_store.sources.megatron.pair_index import (
     BOUNDARY,
@@ -172,7 +173,7 @@ class PairBuilder:
                     raise FileExistsError(f"{path} appeared while the pair was built; it was left as it is")
             self._work_bin.rename(self.paths.bin)
             work_idx.rename(self.paths.idx)
-            _sync_directory(self.paths.prefix.parent)
+            sync_directory(self.paths.prefix.parent)
         finally:
             work_idx.unlink(missing_ok=True)
             self._work_bin.unlink(missing_ok=True)
@@ -280,14 +281,6 @@ def _work_file(path: Path) -> Path:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_samples(
