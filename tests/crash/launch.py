@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.orders import Ends, Order, Outcome, RankOutcome
+from tests.processes import ROOT
 
-_ROOT = Path(__file__).parents[2]
 _REPLY_SECONDS = 400.0
 
 
@@ -38,7 +38,7 @@ class Zygote:
             [sys.executable, "-m", "tests.crash.zygote"],
             stdin=subprocess.PIPE,
             text=True,
-            cwd=_ROOT,
+            cwd=ROOT,
             env=environment,
         )
 

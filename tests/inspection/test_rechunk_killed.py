@@ -19,9 +19,9 @@ from dspark_store.inspection.shardwise import Workers
 from dspark_store.writers.lock import LOCK_KEY
 from tests.inspection.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
 from tests.inspection.killed import COUNTED_CALLS, Counted
+from tests.processes import ROOT
 from tests.stores import build_store
 
-ROOT = Path(__file__).parents[3]
 KILLED_EVERY, RAISED_EVERY = 7, 5
 """Of all counted calls, about 200, every so manieth is a last one; the others are as good, and take as long."""
 
