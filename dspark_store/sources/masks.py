@@ -1,6 +1,5 @@
 """The loss mask: which tokens of a conversation the assistant said."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.marks import MarkedText, Marking, Span, mark_render
+from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Conversation, Message
-from dspark_store.sources.reasoning import ReasoningFinder, Stretch, has_reasoning
+from dspark_store.sources.reasoning import Stretch, has_reasoning, reasoning_stretches
 from dspark_store.sources.rendering import Renderer, Rendering, Tokens
-from dspark_store.sources.seams import explain
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.turns import MarkedTurns, Places, PrefixTurns
+from dspark_store.sources.turns import Turns
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -56,11 +54,8 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
         SourceError: the template refuses the conversation, or an assistant message cannot be located.
 
     """
-    messages, tools, variables = (
-        renderer.prepare(conversation.messages),
-        conversation.tools,
-        conversation.template_kwargs,
-    )
+    messages = renderer.prepare(conversation.messages)
+    tools, variables = conversation.tools, conversation.template_kwargs
     answers = zip(conversation.messages, conversation.supervised, strict=True)
     flags = iter([flag for message, flag in answers if message["role"] == "assistant"])  # others may be folded
     wanted = [message["role"] == "assistant" and next(flags) for message in messages]
@@ -68,16 +63,14 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     unwanted = [index for index in said if not wanted[index]]
     cut_off = not conversation.ended and said[-1:] == [len(messages) - 1]
     tagged = renderer.supervises_by_tags(tools)
-    if tagged:
-        text, supervised = renderer.render_tagged(messages, tools, variables)
-    else:
-        text, supervised = renderer.render(messages, tools, variables), []
+    supervised: list[Span] = []
+    text = renderer.render(messages, tools, variables, tagged=supervised if tagged else None)
     find_reasoning = options.reasoning and any(map(has_reasoning, messages))
     if not said or (tagged and not unwanted and not cut_off and not find_reasoning):
         return Rendered(text, supervised, [], [])
 
     _probe(renderer, tools, variables)
-    turns = _Said(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
+    turns = Turns(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
     if not tagged:
         supervised = [turns.span_said(index, options.headers) for index in said if wanted[index]]
     masked: list[Span | Stretch] = [turns.span(index) for index in unwanted] if tagged else []
@@ -85,9 +78,8 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     if cut_off:
         masked.append((turns.closing(), len(text)))
     if find_reasoning:
-        finder = ReasoningFinder(turns.rendering, turns.marked)
-        masked += finder.stretches(turns.likely_in(supervised) if tagged else turns.likely)
-        warnings = finder.warnings
+        stretches, warnings = reasoning_stretches(turns, supervised if tagged else None)
+        masked += stretches
     return Rendered(text, supervised, masked, warnings)
 
 
@@ -147,12 +139,9 @@ def _probe(renderer: Renderer, tools: list[JsonValue] | None, template_kwargs: M
             text = renderer.render(messages, offered, template_kwargs)
             rendering = Rendering(renderer, messages, offered, template_kwargs, text)
             rendering.memory = use.memory
-            said = _Said(rendering, needs_marks=True)
-            for index in range(1, len(messages)):
-                said.span(index)
+            Turns(rendering, needs_marks=True).learn()
         except SourceError:
             continue  # a template need not take them all
-        said.learn()
 
 
 def _probing(role: str, content: str) -> Message:
@@ -160,89 +149,6 @@ def _probing(role: str, content: str) -> Message:
         return {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     message: Message = {"role": {"u": "user", "a": "assistant", "s": "system", "t": "tool"}[role], "content": content}
     return {**message, "tool_call_id": "call_0"} if role == "t" else message
-
-
-class _Said:
-    """Where the messages of a conversation are: by what is known of its template, by marks, or by prefixes."""
-
-    def __init__(self, rendering: Rendering, *, needs_marks: bool) -> None:
-        """Look at the conversation."""
-        self.rendering = rendering
-        self.marked: tuple[Marking, MarkedText] | None = None
-        self._messages, self._text = rendering.messages, rendering.text
-        places = Places(self._messages, self._text)
-        explained = None if needs_marks else explain(rendering.known, self._messages, self._text)
-        if explained is None:
-            self.marked = mark_render(rendering.render, self._messages, self._text)
-        if explained is not None:
-            places.explained(explained.contents)
-        elif self.marked is not None:
-            places.marked(*self.marked)
-        self._places = places
-        self._others = sorted(
-            (start, index)
-            for index, start in enumerate(places.starts)
-            if start is not None and self._messages[index]["role"] != "assistant"
-        )
-        self._turns: MarkedTurns | PrefixTurns = (
-            PrefixTurns(rendering)
-            if explained is None and self.marked is None
-            else MarkedTurns(rendering, places, explained)
-        )
-
-    def span(self, index: int, without_header: bool = False) -> Span:
-        """Return the stretch of a message, with or without its header."""
-        start = self._turns.header_end(index) if without_header else self._turns.boundary(index)
-        return start, self._turns.boundary(index + 1)
-
-    def span_said(self, index: int, without_header: bool) -> Span:
-        """Return the stretch of an answer; SourceError if what another message says stands inside of it."""
-        start, stop = self.span(index, without_header)
-        place = bisect_left(self._others, (start, -1))
-        if place < len(self._others) and self._others[place][0] < stop:
-            raise SourceError(
-                f"the chat template writes what message {self._others[place][1]} says behind the beginning of message "
-                f"{index}, so where that ends cannot be told; use a template with {{% generation %}} tags"
-            )
-        return start, stop
-
-    def closing(self) -> int:
-        """Return where that begins which the template writes to close the last message."""
-        last = self._messages[-1]
-        if last.get("tool_calls") or str(last.get("content") or "").strip():
-            tail = self.rendering.closing()
-            if tail is not None and self._text.endswith(tail):
-                return len(self._text) - len(tail)
-        stops = []
-        if self.marked is not None:
-            marking, found = self.marked
-            stops = [
-                span[1]
-                for number, span in found.spans.items()
-                if marking.marks[number].message == len(self._messages) - 1 and marking.marks[number].piece.core
-            ]
-        return max(stops) if stops else self._turns.header_end(len(self._messages) - 1)
-
-    def likely(self, index: int, _: int) -> tuple[list[int], list[int]]:
-        """Return where reasoning is likely to begin, with the message or behind its header, and to end."""
-        return [*self.span(index)[:1], *self.span(index, without_header=True)[:1]], self.content_starts(index)
-
-    def likely_in(self, tagged: Sequence[Span]) -> Callable[[int, int], tuple[list[int], list[int]]]:
-        """Do the same where generation tags say what is supervised: it is likely to begin where they do."""
-
-        def likely(index: int, place: int) -> tuple[list[int], list[int]]:
-            return [start for start, stop in tagged if start <= place < stop], self.content_starts(index)
-
-        return likely
-
-    def content_starts(self, index: int) -> list[int]:
-        """Return where the content of a message begins, if it is known."""
-        start = self._places.said[index]
-        return [] if start is None else [start]
-
-    def learn(self) -> None:
-        """Keep what the template wrote."""
-        self._turns.learn()
 
 
 def _edges(tokens: Tokens) -> Callable[[int], bool] | None:

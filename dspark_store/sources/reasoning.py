@@ -14,8 +14,8 @@ from dspark_store.sources.marks import (
     is_reasoning,
 )
 from dspark_store.sources.messages import Message
-from dspark_store.sources.rendering import Rendering, RenderLimitError
-from dspark_store.sources.source import SourceError
+from dspark_store.sources.rendering import Rendering
+from dspark_store.sources.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,78 +72,68 @@ def removed_stretch(text: str, without: str, core: Span | None) -> Stretch | Non
     return Stretch(latest, latest, stop - latest) if latest < stop else None
 
 
-class ReasoningFinder:
-    """Finds the reasoning of a conversation, and what vanishes along with it, such as delimiters.
+def reasoning_stretches(turns: Turns, tagged: Sequence[Span] | None) -> tuple[list[Stretch], list[str]]:
+    """Return the stretches of reasoning of a conversation, with what vanishes along with it, such as delimiters.
 
-    Attributes:
-        warnings: of messages whose reasoning the template leaves out.
+    One render of the conversation without any reasoning shows what vanishes between two marks that stay. Where there
+    are no such marks, a render without the reasoning of each message does.
+
+    Args:
+        turns: where its messages stand.
+        tagged: the stretches inside of generation tags, which reasoning is likely to begin with; None without tags.
+
+    Returns:
+        The stretches, and warnings of messages whose reasoning the template leaves out.
 
     """
+    rendering = turns.rendering
+    thinking = [index for index, message in enumerate(rendering.messages) if has_reasoning(message)]
+    found: dict[int, list[Stretch] | None]
+    if turns.marked is None:
+        rendering.expect(2 * len(thinking))
+        found = dict.fromkeys(thinking)
+    else:
+        between = _BetweenMarks(*turns.marked, turns.marked[0].read(_render_without(rendering, turns.marked[0], 0)))
+        found = {index: between.stretches(index) for index in thinking}
+    stretches, warnings = [], []
+    for index, between_marks in found.items():
+        its = _alone(rendering, index) if between_marks is None else between_marks
+        if not its:
+            warnings.append(f"the chat template does not render the reasoning of message {index}")
+        for stretch in its:
+            if tagged is None:
+                likely = turns.reasoning_starts(index)
+            else:
+                likely = [start for start, stop in tagged if start <= stretch.last < stop]
+            content = turns.content_start(index)
+            likely += [] if content is None else [content - stretch.size]
+            stretches.append(replace(stretch, likely=tuple(likely)))
+    return stretches, warnings
 
-    def __init__(self, rendering: Rendering, marked: tuple[Marking, MarkedText] | None) -> None:
-        """Take the conversation and where its marks are, if they could be put."""
-        self._rendering = rendering
-        self._messages = rendering.messages
-        self._text = rendering.text
-        self._marked = marked
-        self.warnings: list[str] = []
 
-    def stretches(self, likely: Callable[[int, int], tuple[list[int], list[int]]]) -> list[Stretch]:
-        """Return the stretches.
+def _alone(rendering: Rendering, index: int) -> list[Stretch]:
+    """Return the stretch of one message, by two renders."""
+    marking = Marking([rendering.messages[index]], kinds=(REASONING,))
+    found = marking.read(rendering.render(_with(rendering, index, marking.messages())))
+    core = next(iter(found.spans.values())) if len(found.spans) == 1 and found.text == rendering.text else None
+    stretch = removed_stretch(rendering.text, _render_without(rendering, marking, index), core)
+    return [] if stretch is None else [stretch]
 
-        One render of the conversation without any reasoning shows what vanishes between two marks that stay. Where
-        there are no such marks, a render without the reasoning of each message does.
 
-        Args:
-            likely: given a message and a place in it, where stretches are likely to begin, the best first, and where
-                they are likely to end.
+def _render_without(rendering: Rendering, marking: Marking, first: int) -> str:
+    """Render without the keys that hold reasoning, or with empty ones for a template that needs the keys.
 
-        """
-        thinking = [index for index, message in enumerate(self._messages) if has_reasoning(message)]
-        if not thinking:
-            return []
-        if self._marked is None:
-            self._rendering.expect(2 * len(thinking))
-            found: dict[int, list[Stretch] | None] = {index: self._alone(index) for index in thinking}
-        else:
-            between = _BetweenMarks(*self._marked, self._without_any())
-            found = {index: between.stretches(index) for index in thinking}
-            found |= {index: self._alone(index) for index, its in found.items() if its is None}
-        stretches = []
-        for index, its in found.items():
-            if not its:
-                self.warnings.append(f"the chat template does not render the reasoning of message {index}")
-            for stretch in its or []:
-                begins, ends = likely(index, stretch.last)
-                starts = (*begins, *(end - stretch.size for end in ends))
-                stretches.append(replace(stretch, likely=starts))
-        return stretches
+    The marked messages take the place of those from `first` on.
+    """
+    text = rendering.attempt(_with(rendering, first, marking.without_reasoning()))
+    if text is None:
+        text = rendering.render(_with(rendering, first, marking.without_reasoning(emptied=True)))
+    return text
 
-    def _without_any(self) -> MarkedText:
-        marking, _ = self._marked if self._marked is not None else (Marking(self._messages), None)
-        return marking.read(self._without(marking, self._rendering.render))
 
-    def _alone(self, index: int) -> list[Stretch]:
-        """Return the stretch of one message, by two renders."""
-        marking = Marking([self._messages[index]], kinds=(REASONING,))
-        found = marking.read(self._render_with(index, marking.messages()[0]))
-        core = next(iter(found.spans.values())) if len(found.spans) == 1 and found.text == self._text else None
-        without = self._without(marking, lambda messages: self._render_with(index, messages[0]))
-        stretch = removed_stretch(self._text, without, core)
-        return [] if stretch is None else [stretch]
-
-    @staticmethod
-    def _without(marking: Marking, render: Callable[[Sequence[Message]], str]) -> str:
-        """Render without the keys that hold reasoning, or with empty ones for a template that needs the keys."""
-        try:
-            return render(marking.without_reasoning())
-        except RenderLimitError:
-            raise
-        except SourceError:
-            return render(marking.without_reasoning(emptied=True))
-
-    def _render_with(self, index: int, message: Message) -> str:
-        return self._rendering.render([*self._messages[:index], message, *self._messages[index + 1 :]])
+def _with(rendering: Rendering, first: int, messages: Sequence[Message]) -> list[Message]:
+    """Return the conversation with other messages from `first` on."""
+    return [*rendering.messages[:first], *messages, *rendering.messages[first + len(messages) :]]
 
 
 class _BetweenMarks:

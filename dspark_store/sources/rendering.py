@@ -24,8 +24,6 @@ from dspark_store.sources.template import (
     TextLimitError,
     has_generation_tags,
     may_ask_clock,
-    needs_content,
-    refuses_role,
     require_chat_template,
 )
 
@@ -126,10 +124,10 @@ class Renderer:
         self._has_offsets = bool(tokenizer.is_fast)
         self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
         self._special_tokens = sorted((text for text in tokenizer.get_added_vocab() if text), key=len, reverse=True)
-        self._templates: dict[bool, str] = {}
         self._compiled: dict[bool, LimitedTemplate] = {}
         self._uses: dict[str, TemplateUse] = {}
-        self._refuse_broken_templates()
+        for text in self._all_templates():
+            has_generation_tags(text)  # which refuses a broken one
         self.limits = limits
         try:
             run_limited(self._look, limits.seconds)
@@ -137,30 +135,45 @@ class Renderer:
             raise SourceError(f"the chat template takes {error} to render one short message; does it end?") from error
 
     def _look(self) -> None:
-        """Find out what the template does."""
-        tokenizer, text_bytes = self.tokenizer, self.limits.text_bytes
-        self._folded_roles = [role for role in ("system", "developer") if refuses_role(tokenizer, role, text_bytes)]
-        self._folds_system_message = "system" in self._folded_roles
-        self._needs_content = needs_content(tokenizer, text_bytes)
+        """Find out what the template does, with the job's variables and, as it may write earlier turns, without."""
         self._prompts = {self._generation_prompt(None)}
-        if self._job_kwargs:  # earlier turns may be written as without them
-            variables = self._variables
-            self._variables = {key: value for key, value in variables.items() if key not in self._job_kwargs}
-            self._prompts.add(self._generation_prompt(None))
-            self._variables = variables
+        variables = self._variables
+        self._variables = {key: value for key, value in variables.items() if key not in self._job_kwargs}
+        self._prompts.add(self._generation_prompt(None))
+        user: Message = {"role": "user", "content": "a"}
+        takes_user = self._takes(user)
+        refused = [
+            role
+            for role in ("system", "developer")
+            if takes_user and not self._takes({"role": role, "content": "b"}, user)
+        ]
+        self._folded_roles = refused if "system" in refused else []
+        call: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
+        answers: list[Message] = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant"}]
+        self._needs_content = takes_user and any(
+            not self._takes(user, said) and self._takes(user, {**said, "content": ""}) for said in answers
+        )
+        self._variables = variables
+
+    def _takes(self, *messages: Message) -> bool:
+        try:
+            self.render(messages, None)
+        except SourceError:
+            return False
+        return True
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template can take them.
 
         System messages that it refuses go to the next user, and keys whose value is null are left out.
         """
-        messages = fold_system_message(messages, self._folded_roles) if self._folds_system_message else messages
+        messages = fold_system_message(messages, self._folded_roles) if self._folded_roles else messages
         empty: Message = {"content": ""} if self._needs_content else {}
         return [{**empty, **{key: value for key, value in one.items() if value is not None}} for one in messages]
 
     def supervises_by_tags(self, tools: list[JsonValue] | None) -> bool:
         """Tell whether the template for conversations with these tools has generation tags."""
-        return has_generation_tags(self._template(bool(tools)))
+        return self._compile(bool(tools)).has_generation_tags
 
     def use(self, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> "TemplateUse":
         """Return what is known of the template with such tools and variables."""
@@ -192,25 +205,40 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
         *,
         generation_prompt: bool = False,
+        tagged: list[Span] | None = None,
     ) -> str:
         """Return the text of a conversation; "" for no messages.
 
+        Args:
+            messages: as `prepare` gives them.
+            tools: offered in it.
+            template_kwargs: variables of the conversation.
+            generation_prompt: end with what has the assistant speak.
+            tagged: takes the stretches of the text inside the template's generation tags.
+
         Raises:
-            SourceError: the template refuses the conversation, or the text is not Unicode that can be encoded.
+            SourceError: the template refuses the conversation, or the text is too long or not Unicode that can be
+                encoded.
 
         """
         if not messages:
             return ""
-        return self._rendered(messages, tools, template_kwargs, generation_prompt=generation_prompt)[0]
-
-    def render_tagged(
-        self,
-        messages: Sequence[Message],
-        tools: list[JsonValue] | None,
-        template_kwargs: Mapping[str, JsonValue] | None = None,
-    ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the stretches of it inside the template's generation tags."""
-        return self._rendered(messages, tools, template_kwargs, tagged=True)
+        own = {"tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
+        variables = {**own, **self._variables, **(template_kwargs or {})}
+        template = self._compile(bool(tools))
+        try:
+            text = template.render(messages, variables, tagged)
+        except TextLimitError:
+            raise
+        except RENDER_ERRORS as error:
+            raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise SourceError(f"character {error.start} of the rendered text is half of a surrogate pair") from error
+        if size > self.limits.text_bytes:
+            raise TextLimitError(self.limits.text_bytes)
+        return text
 
     def asks_clock(self, conversation: Conversation) -> bool:
         """Tell whether the template asks the clock for a conversation, which it may refuse; a date must be given."""
@@ -243,58 +271,18 @@ class Renderer:
             for ids, encoding in zip(encoded["input_ids"], encodings, strict=True)
         ]
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: list[JsonValue] | None,
-        template_kwargs: Mapping[str, JsonValue] | None,
-        *,
-        tagged: bool = False,
-        generation_prompt: bool = False,
-    ) -> tuple[str, list[Span]]:
-        own = {"tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
-        variables = {**own, **self._variables, **(template_kwargs or {})}
-        template = self._compile(bool(tools))
-        try:
-            text, spans = (
-                template.render_tagged(messages, variables) if tagged else (template.render(messages, variables), [])
-            )
-        except TextLimitError:
-            raise
-        except RENDER_ERRORS as error:
-            raise SourceError(f"the chat template refuses the conversation: {_one_line(error)}") from error
-        return self._encodable(text), spans
-
     def _compile(self, with_tools: bool) -> LimitedTemplate:
         if with_tools not in self._compiled:
-            self._compiled[with_tools] = LimitedTemplate(self._template(with_tools), self.limits.text_bytes)
-        return self._compiled[with_tools]
-
-    def _encodable(self, text: str) -> str:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise SourceError(f"character {error.start} of the rendered text is half of a surrogate pair") from error
-        if size > self.limits.text_bytes:
-            raise TextLimitError(self.limits.text_bytes)
-        return text
-
-    def _template(self, with_tools: bool) -> str:
-        if with_tools not in self._templates:
             try:
                 template = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
             except ValueError as error:
                 raise SourceError(f"no chat template for this use: {_one_line(error)}") from error
-            self._templates[with_tools] = template
-        return self._templates[with_tools]
+            self._compiled[with_tools] = LimitedTemplate(template, self.limits.text_bytes)
+        return self._compiled[with_tools]
 
     def _all_templates(self) -> list[str]:
         template = self.tokenizer.chat_template
         return [str(text) for text in (template.values() if isinstance(template, dict) else [template])]
-
-    def _refuse_broken_templates(self) -> None:
-        for text in self._all_templates():
-            has_generation_tags(text)
 
     def _generation_prompt(self, template_kwargs: Mapping[str, JsonValue] | None) -> str:
         """Return what the template writes to have the assistant speak; "" if it has no such prompt."""
@@ -350,16 +338,14 @@ class Rendering:
         self._renders += 1
         return self.renderer.render(messages, self._tools, self._template_kwargs)
 
-    def closing(self) -> str | None:
-        """Return what the template writes behind a last content of the assistant; None if that cannot be told."""
-        said: Message = {"role": "assistant", "content": "\ue000"}
+    def attempt(self, messages: Sequence[Message]) -> str | None:
+        """Do the same; None if the template refuses them."""
         try:
-            text = self.render([*self.messages[:-1], said])
+            return self.render(messages)
         except RenderLimitError:
             raise
         except SourceError:
             return None
-        return text.rpartition("\ue000")[2] if "\ue000" in text else None
 
     def expect(self, renders: int) -> None:
         """Raise RenderLimitError if so many renders are still to be made, and that would be too many."""

@@ -71,7 +71,7 @@ class Closings:
             self._whole.add(closing)
         elif not whole:
             closing = closing[-LONGEST:]
-            self._tail = closing if self._tail is None else _common_end(self._tail, closing)
+            self._tail = closing if self._tail is None else common_end(self._tail, closing)
 
     def end(self, body: str) -> bool:
         """Tell whether a text ends with one of them: that of a call is known from two of them on."""
@@ -80,24 +80,18 @@ class Closings:
         return bool(self._tail and self._tail.strip() and body.endswith(self._tail))
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """Where the contents of a conversation are, and where each message but the first begins, if that was kept."""
+def explain(memory: TemplateMemory, messages: Sequence[Message], text: str) -> tuple[list[Span], dict[int, int]] | None:
+    """Return where all contents are, and where each message but the first begins, as far as that was kept.
 
-    contents: list[Span]
-    boundaries: dict[int, int]
-
-
-def explain(memory: TemplateMemory, messages: Sequence[Message], text: str) -> Explained | None:
-    """Return the places of all contents, or None unless known pieces and the contents alone make up the whole text.
+    None unless known pieces and the contents alone make up the whole text.
 
     No render is needed for it. Contents that are empty, or have white space around them, are left to marks, and so
     are texts in which two known pieces would fit. What opens the text, such as tools, need not be known where the first
     message is no answer.
     """
-    position = _after(text, 0, memory.openings.get(str(messages[0]["role"])))
-    if position is None:
-        position = _first_content(memory, messages, text)
+    opening = memory.openings.get(str(messages[0]["role"]))
+    known = opening is not None and text.startswith(opening)
+    position = len(opening or "") if known else _first_content(memory, messages, text)
     places: list[Span] = []
     boundaries: dict[int, int] = {}
     for index, message in enumerate(messages):
@@ -110,19 +104,17 @@ def explain(memory: TemplateMemory, messages: Sequence[Message], text: str) -> E
         places.append((position, stop))
         if index + 1 < len(messages):
             following = messages[index + 1]
-            known = memory.gaps.get((str(message["role"]), str(following["role"])), {})
+            gaps = memory.gaps.get((str(message["role"]), str(following["role"])), {})
             content = str(following.get("content"))
-            fitting = [gap for gap in known if text.startswith(gap, stop) and text.startswith(content, stop + len(gap))]
+            fitting = [gap for gap in gaps if text.startswith(gap, stop) and text.startswith(content, stop + len(gap))]
             if len(fitting) != 1:
                 return None
-            boundary = known[fitting[0]]
+            boundary = gaps[fitting[0]]
             if boundary is not None:
                 boundaries[index + 1] = stop + boundary
             position = stop + len(fitting[0])
     closing = memory.closings.get(str(messages[-1]["role"]))
-    if closing is None or text[places[-1][1] :] != closing:
-        return None
-    return Explained(places, boundaries)
+    return None if closing is None or text[places[-1][1] :] != closing else (places, boundaries)
 
 
 def _first_content(memory: TemplateMemory, messages: Sequence[Message], text: str) -> int | None:
@@ -162,14 +154,9 @@ def learn_edges(
             gaps.setdefault(text[left[1] : right[0]], None if boundary is None else boundary - left[1])
 
 
-def _common_end(left: str, right: str) -> str:
+def common_end(left: str, right: str) -> str:
+    """Return the longest text with which both end."""
     size = 0
     while size < min(len(left), len(right)) and left[-1 - size] == right[-1 - size]:
         size += 1
     return left[len(left) - size :]
-
-
-def _after(text: str, position: int, piece: str | None) -> int | None:
-    if piece is None or not text.startswith(piece, position):
-        return None
-    return position + len(piece)

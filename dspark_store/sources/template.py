@@ -6,6 +6,7 @@ import logging
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,7 +17,6 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Message
 from dspark_store.sources.source import SourceError
@@ -50,6 +50,7 @@ class LimitedTemplate:
 
     Attributes:
         environment: its own, so that changes of it are for this template alone.
+        has_generation_tags: whether it marks what the assistant says.
 
     """
 
@@ -66,31 +67,26 @@ class LimitedTemplate:
             self._template = self.environment.from_string(text)
         except TemplateSyntaxError as error:
             raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
+        self.has_generation_tags = has_generation_tags(text)
         self._with_aliases: Any = _alias_reasoning_fields
         self._text_bytes = text_bytes
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """Return the text of a conversation; one of `RENDER_ERRORS`, or TextLimitError."""
-        pieces: list[str] = []
-        self._fill(pieces, messages, variables)
-        return "".join(pieces)
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], tagged: list[Span] | None = None
+    ) -> str:
+        """Return the text of a conversation, and append the stretches inside of generation tags to `tagged`.
 
-    def render_tagged(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Do the same, and return the stretches of the text inside of generation tags."""
-        pieces: list[str] = []
-        spans: list[Span] = []
-        with self.environment.activate_tracker(pieces, spans):
-            self._fill(pieces, messages, variables)
-        return "".join(pieces), spans
-
-    def _fill(self, pieces: list[str], messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
-        """Append the text piece by piece: the extension that looks for tags counts what is there already."""
+        Raises one of `RENDER_ERRORS`, or TextLimitError.
+        """
+        pieces: list[str] = []  # the extension that looks for tags counts what is there already
         left = self._text_bytes
-        for piece in self._template.generate(messages=self._with_aliases(messages), **variables):
-            left -= len(piece)
-            if left < 0:
-                raise TextLimitError(self._text_bytes)
-            pieces.append(piece)
+        with nullcontext() if tagged is None else self.environment.activate_tracker(pieces, tagged):
+            for piece in self._template.generate(messages=self._with_aliases(messages), **variables):
+                left -= len(piece)
+                if left < 0:
+                    raise TextLimitError(self._text_bytes)
+                pieces.append(piece)
+        return "".join(pieces)
 
 
 class _Generator(CodeGenerator):
@@ -225,38 +221,6 @@ def _parsed(template: str) -> nodes.Template:
         return environment.parse(template)
     except TemplateSyntaxError as error:
         raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
-
-
-def refuses_role(tokenizer: "PreTrainedTokenizerBase", role: str, text_bytes: int = MAX_TEXT_BYTES) -> bool:
-    """Tell whether the template raises on a first message of a role and renders the same conversation without it."""
-    user: Message = {"role": "user", "content": "a"}
-    other: Message = {"role": role, "content": "b"}
-    return _takes(tokenizer, [user], text_bytes) and not _takes(tokenizer, [other, user], text_bytes)
-
-
-def needs_content(tokenizer: "PreTrainedTokenizerBase", text_bytes: int = MAX_TEXT_BYTES) -> bool:
-    """Tell whether the template raises on a message without content, and takes it where that is empty."""
-    user: Message = {"role": "user", "content": "a"}
-    call: JsonValue = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
-    answers: list[Message] = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant"}]
-    return _takes(tokenizer, [user], text_bytes) and any(  # one that takes nothing is not tried any further
-        not _takes(tokenizer, [user, said], text_bytes)
-        and _takes(tokenizer, [user, {**said, "content": ""}], text_bytes)
-        for said in answers
-    )
-
-
-def _takes(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text_bytes: int) -> bool:
-    try:
-        template = LimitedTemplate(str(tokenizer.get_chat_template()), text_bytes)
-    except ValueError:  # several templates, and none is the default one
-        return False
-    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **tokenizer.special_tokens_map}
-    try:
-        template.render(messages, variables)
-    except RENDER_ERRORS:
-        return False
-    return True
 
 
 class _GenerationTag(Extension):

@@ -77,7 +77,7 @@ def test_text_is_bounded_in_bytes(template):
     with pytest.raises(SourceError, match="more than 100 bytes of text"):
         renderer.render(messages, None)
     with pytest.raises(SourceError, match="more than 100 bytes of text"):
-        renderer.render_tagged(messages, None)
+        renderer.render(messages, None, tagged=[])
 
 
 def test_other_users_of_a_template_have_no_limit():

@@ -149,9 +149,9 @@ def test_a_conversation_that_is_explained_by_those_before_is_rendered_once(shape
     renders: list[object] = []
     render = renderer.render
 
-    def counted(*chat):
+    def counted(*chat, **options):
         renders.append(chat)
-        return render(*chat)
+        return render(*chat, **options)
 
     monkeypatch.setattr(renderer, "render", counted)
     for word in ("a", "b"):

@@ -3,6 +3,8 @@ import logging
 
 import pytest
 
+from dspark_store.sources.messages import Message
+from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.template import (
     CLOCK,
@@ -11,9 +13,10 @@ from dspark_store.sources.template import (
     apply_chat_template_option,
     has_generation_tags,
     may_ask_clock,
-    refuses_role,
 )
 from tests.sources.words import PLAIN, TAGGED, word_tokenizer
+
+NEVER = "{{ raise_exception('never') }}"
 
 
 def template_from(value, own=None):
@@ -89,11 +92,11 @@ def test_a_template_that_is_not_jinja_is_an_error():
         has_generation_tags("{% for m in messages %}")
 
 
-def test_a_template_may_refuse_the_system_role():
+def test_system_messages_are_folded_only_where_the_template_refuses_their_role_and_nothing_else():
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-    assert refuses_role(word_tokenizer(refusing), "system")
-    assert not refuses_role(word_tokenizer(PLAIN), "system")
-    assert not refuses_role(word_tokenizer("{{ raise_exception('never') }}"), "system")
+    chat: list[Message] = [{"role": "system", "content": "w1"}, {"role": "user", "content": "hi"}]
+    prepared = {text: Renderer(word_tokenizer(text)).prepare(chat) for text in (refusing, PLAIN, NEVER)}
+    assert prepared == {refusing: [{"role": "user", "content": "w1\n\nhi"}], PLAIN: chat, NEVER: chat}
 
 
 def test_one_of_several_templates_is_chosen_by_its_name():

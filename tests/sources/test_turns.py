@@ -480,5 +480,5 @@ def test_a_plain_chat_with_tools_of_its_own_is_rendered_once(template, monkeypat
     _, mask = tokens_and_mask(renderer, Conversation(chat, tools("find")), MaskOptions())
     assert len(renders) == 1
     alone = Renderer(byte_tokenizer(template))
-    monkeypatch.setattr("dspark_store.sources.masks.explain", lambda *args: None)
+    monkeypatch.setattr("dspark_store.sources.turns.explain", lambda *args: None)
     assert mask.tolist() == tokens_and_mask(alone, Conversation(chat, tools("find")), MaskOptions())[1].tolist()
