@@ -18,8 +18,7 @@ import torch
 
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
-from dspark_store.draft.loss import SlotTerms, compared, loss_sums
-from dspark_store.draft.metrics import DraftCounts, draft_counts
+from dspark_store.draft.loss import DraftCounts, SlotTerms, compared, draft_counts, loss_sums
 from dspark_store.format.schema import IDS, LAST, MASK
 from dspark_store.training.checkpoint import found_checkpoint
 from dspark_store.training.journal import read_metrics

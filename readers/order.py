@@ -11,9 +11,10 @@ from typing import Literal
 
 import numpy as np
 
+from dspark_store.format.grid import SPLITMIX64_GAMMA, splitmix64
+
 type EndRule = Literal["drop", "short", "even", "repeat"]
 
-_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 1 << 64
 _LOW = (1 << 32) - 1
 _SPLIT_BITS = 53
@@ -249,19 +250,9 @@ def split_mask(digests: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     return keys >> (64 - _SPLIT_BITS) < int(fraction * 2**_SPLIT_BITS)
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit words in place: SplitMix64's output function, a bijection."""
-    state ^= state >> 30
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= state >> 27
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= state >> 31
-    return state
-
-
 def _fold(state: np.ndarray, word: np.ndarray) -> np.ndarray:
     """Take another word into a state: the first SplitMix64 output after the seed ``state ^ word``."""
-    return _mix((state ^ word) + np.uint64(_GAMMA))
+    return splitmix64((state ^ word) + np.uint64(SPLITMIX64_GAMMA))
 
 
 def check_word(name: str, word: int) -> None:
@@ -294,4 +285,4 @@ def _shuffle(items: np.ndarray, state: np.ndarray) -> np.ndarray:
 
 def _keys(state: np.ndarray, items: np.ndarray) -> np.ndarray:
     """Return SplitMix64's outputs number ``items`` (0 first) after the seed ``state``."""
-    return _mix((items.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + state)
+    return splitmix64((items.astype(np.uint64) + np.uint64(1)) * np.uint64(SPLITMIX64_GAMMA) + state)

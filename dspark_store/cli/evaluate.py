@@ -11,7 +11,7 @@ from dspark_store.settings import fill_settings, settings_of
 from dspark_store.text import log_to_stderr, say
 
 if TYPE_CHECKING:
-    from dspark_store.evaluation.judgement import Judgement
+    from dspark_store.evaluation.trial import Judgement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,5 +3,5 @@
 In: ids and loss mask (B, S), the states of the captured layers (B, S, L * H) and the last hidden states (B, S, H).
 Out: the loss of a micro-batch and the counts that a draft is judged by.
 Read `model` first; `settings` has its sizes, `anchors` says which slots there are and what each predicts, `backbone`
-and `heads` are its layers, `loss` and `metrics` what is made of its output.
+and `heads` are its layers, `loss` what is made of its output.
 """

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+from dspark_store.format.grid import SPLITMIX64_GAMMA, splitmix64
+
+_GAMMA = np.uint64(SPLITMIX64_GAMMA)
 _TAG = np.uint64(0x616E63686F727300)
 
 
@@ -16,21 +18,14 @@ def sample_keys(samples: Tensor, width: int, *, seed: int, epoch: int) -> Tensor
     """Return keys (B, width) int64 of the positions of ``samples`` (B,) in an epoch.
 
     A key depends on (seed, epoch, sample, position) alone: neither on the batch that a sample stands in, nor on its
-    padding, the number of ranks or what was drawn before. By SplitMix64 (Steele, Lea and Flood, 2014).
+    padding, the number of ranks or what was drawn before. By SplitMix64.
     """
     with np.errstate(over="ignore"):
-        state = _mix(np.array([seed], np.uint64) ^ _TAG)
-        state = _mix(state + np.uint64(epoch) * _GAMMA + _GAMMA)
-        rows = _mix(state + samples.cpu().numpy().astype(np.uint64) * _GAMMA + _GAMMA)
-        keys = _mix(rows[:, None] + np.arange(1, width + 1, dtype=np.uint64) * _GAMMA)
+        state = splitmix64(np.array([seed], np.uint64) ^ _TAG)
+        state = splitmix64(state + np.uint64(epoch) * _GAMMA + _GAMMA)
+        rows = splitmix64(state + samples.cpu().numpy().astype(np.uint64) * _GAMMA + _GAMMA)
+        keys = splitmix64(rows[:, None] + np.arange(1, width + 1, dtype=np.uint64) * _GAMMA)
     return torch.from_numpy((keys >> np.uint64(2)).astype(np.int64)).to(samples.device)
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = state ^ (state >> np.uint64(31))
-    return mixed
 
 
 _LAST = torch.iinfo(torch.int64).max

@@ -44,7 +44,7 @@ class GatedMarkovHead(MarkovHead):
         self.gate = nn.Linear(settings.hidden_size + self.rank, self.rank)
 
     def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents (..., K, r) of whole blocks, of previous tokens (..., K) and hidden states (..., K, H)."""
+        """See `MarkovHead`."""
         row = self.table(previous)
         return cast(Tensor, torch.sigmoid(self.gate(torch.cat([hidden, row], dim=-1))) * row)
 
@@ -57,7 +57,7 @@ class RecurrentMarkovHead(MarkovHead):
         self.cell = nn.Linear(2 * self.rank + settings.hidden_size, 3 * self.rank)
 
     def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents (..., K, r) of whole blocks."""
+        """See `MarkovHead`."""
         state: Tensor | None = None
         latents = []
         for slot in range(previous.shape[-1]):
@@ -66,10 +66,7 @@ class RecurrentMarkovHead(MarkovHead):
         return torch.stack(latents, dim=-2)
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the bias (..., V) of the next slot, and the state to hand in for the one after; None begins a block.
-
-        ``previous`` is (...), ``hidden`` (..., H).
-        """
+        """See `MarkovHead`."""
         latent, state = self._advance(previous, hidden, state)
         return self.to_vocab(latent), state
 

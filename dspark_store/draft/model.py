@@ -113,16 +113,21 @@ class Draft(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return what the target's head makes of hidden states (..., H): logits (..., V), scaled and capped."""
-        logits = F.linear(hidden, self.head, self.bias)
-        if self.settings.logit_scale is not None:
-            logits = logits * self.settings.logit_scale
-        cap = self.settings.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        settings = self.settings
+        return head_logits(hidden, self.head, self.bias, settings.logit_scale, settings.final_logit_softcapping)
 
     def teacher_states(self, last: Tensor, blocks: Blocks) -> Tensor:
         """Return the target's own states (B, N, K, H) before the labels, of its last hidden states (B, S, H)."""
         sources = blocks.sources.flatten(1)[:, :, None].expand(-1, -1, last.shape[2])
         return torch.gather(last, 1, sources).view(*blocks.sources.shape, -1)
+
+
+def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None, scale: float | None, cap: float | None) -> Tensor:
+    """Return logits (..., V) of hidden states (..., H) by a head (V, H) and its bias (V,), then scaled and capped."""
+    logits = F.linear(hidden, head, bias)
+    if scale is not None:
+        logits = logits * scale
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _positions(blocks: Blocks, width: int, packing: Packing | None) -> Tensor:

@@ -61,40 +61,30 @@ class DraftSettings:
         if self.markov not in MARKOV_KINDS:
             raise ValueError(f"markov must be one of {', '.join(MARKOV_KINDS)}, got {self.markov!r}")
 
-    @property
-    def confidence_sees_markov(self) -> bool:
-        """Whether the confidence head is shown the previous token."""
-        return self.confidence_with_markov and self.markov != "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSizes:
-    """What a draft takes over from its target's configuration by default: sizes of attention and MLP, rotation."""
-
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-
     @classmethod
-    def of(cls, config: Mapping[str, JsonValue]) -> TargetSizes:
-        """Read a target's text configuration; ValueError names a field that it lacks."""
+    def of_target(cls, config: Mapping[str, JsonValue], captured_layers: int, mask_token_id: int) -> DraftSettings:
+        """Take the sizes of attention and MLP, and the rotation, from a target's text configuration.
+
+        ValueError names a field that it lacks.
+        """
         hidden, heads = _whole(config, "hidden_size", "n_embd"), _whole(config, "num_attention_heads", "n_head")
-        head_dim = _optional(config, "head_dim") or hidden // heads
         return cls(
             vocab_size=_whole(config, "vocab_size"),
             hidden_size=hidden,
+            captured_layers=captured_layers,
+            mask_token_id=mask_token_id,
             num_heads=heads,
             num_kv_heads=int(_optional(config, "num_key_value_heads") or heads),
-            head_dim=int(head_dim),
+            head_dim=int(_optional(config, "head_dim") or hidden // heads),
             intermediate_size=int(_optional(config, "intermediate_size", "n_inner") or 4 * hidden),
             rms_norm_eps=_optional(config, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
             rope_theta=_rope_theta(config),
         )
+
+    @property
+    def confidence_sees_markov(self) -> bool:
+        """Whether the confidence head is shown the previous token."""
+        return self.confidence_with_markov and self.markov != "none"
 
 
 def _rope_theta(config: Mapping[str, JsonValue]) -> float:

@@ -2,5 +2,5 @@
 
 In: a target, a draft, prompts. Out: tokens, steps, and whether the text is the target's own.
 Read `decoder` first: blocks that the draft proposes and the target checks. `sampling` says which tokens are kept,
-`judgement` sums it up over prompts; `trial` runs the whole of it by `settings`.
+`trial` runs the whole of it by `settings`, and sums it up over prompts.
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dspark_store.draft.anchors import Anchors, Blocks
-from dspark_store.draft.model import Draft
+from dspark_store.draft.model import Draft, head_logits
 from dspark_store.evaluation.sampling import Proposal, Sampler
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.facts import head_facts, target_weights
@@ -63,11 +64,6 @@ class Speculated:
     tokens: list[int]
     steps: int
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a step of the target gave, its own included; the first token is the prompt's step."""
-        return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
-
 
 class Decoder:
     """A target that goes on with prompts. ``layer_ids`` are the layers that the draft was trained on, in its order."""
@@ -78,7 +74,8 @@ class Decoder:
         self._capture = TargetCapture(model, captured)
         self._order = [captured.index(layer) for layer in layer_ids]
         _, self._head, self._bias = target_weights(model)
-        self._scale, self._cap = facts["logit_scale"], facts["final_logit_softcapping"]
+        self._scale = cast("float | None", facts["logit_scale"])
+        self._cap = cast("float | None", facts["final_logit_softcapping"])
         self._device = self._head.device
         self._config = model.config
 
@@ -138,11 +135,7 @@ class Decoder:
         seen = int(past.get_seq_length()) + given.shape[1]
         with torch.inference_mode():
             states = self._capture(given, torch.ones((1, seen), dtype=torch.int64, device=self._device), past)
-            logits = torch.nn.functional.linear(states.last[0, -judged:], self._head, self._bias)
-            if isinstance(self._scale, float):
-                logits = logits * self._scale
-            if isinstance(self._cap, float):
-                logits = self._cap * torch.tanh(logits / self._cap)
+            logits = head_logits(states.last[0, -judged:], self._head, self._bias, self._scale, self._cap)
             return logits, torch.cat([states.layers[slot] for slot in self._order], dim=2)
 
     def _cut(self, past: DynamicCache, length: int) -> None:

@@ -1,18 +1,22 @@
-"""A trained draft on trial: tokens per step of the target, over prompts of a store."""
+"""A trained draft on trial over prompts of a store: tokens per step, and whether the text is the target's own."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 
-from dspark_store.evaluation.decoder import Decoder
-from dspark_store.evaluation.judgement import Judgement, judge, judge_sampled, prompts_of
+from dspark_store.draft.model import Draft
+from dspark_store.evaluation.decoder import Decoder, Greedy, Speculated
 from dspark_store.evaluation.sampling import Sampler
 from dspark_store.evaluation.settings import EvaluateConfig
+from dspark_store.format.schema import IDS, MASK
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
@@ -33,6 +37,75 @@ from dspark_store.training.data import ExpectedStore, check_manifest, target_tab
 from dspark_store.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
+NEAR = {torch.float32: 1e-4, torch.float16: 0.125, torch.bfloat16: 1.0}
+"""Logits closer than this may change places with the number of tokens that a forward runs over, by what it runs in.
+
+In half precision that is 128 roundings of a logit between one and two, or eight of one between 16 and 32.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Sums over prompts. ``near_ties`` and ``differing`` count those whose text left the target's own.
+
+    A near tie left it where the target's two best logits were closer than `NEAR` says, any other where they were not.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    steps: int = 0
+    near_ties: int = 0
+    differing: int = 0
+
+    @classmethod
+    def of(cls, speculated: Speculated) -> Judgement:
+        """Count one prompt's tokens and steps."""
+        return cls(prompts=1, tokens=max(0, len(speculated.tokens) - 1), steps=speculated.steps)
+
+    def __add__(self, other: Judgement) -> Judgement:
+        return Judgement(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of the target gave, its own included; 1 is what it gives without a draft."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+def judge(
+    decoder: Decoder, draft: Draft, prompts: Iterable[Sequence[int]], stop: frozenset[int], config: EvaluateConfig
+) -> Iterator[Judgement]:
+    """Yield each prompt's judgement; where tokens are drawn at a temperature, there is no text to compare with."""
+    limit, near = config.max_new_tokens, NEAR[decoder.dtype]
+    for number, prompt in enumerate(prompts):
+        if config.temperature:
+            sampler = Sampler(config.temperature, config.seed + number)
+            yield Judgement.of(decoder.speculate(draft, prompt, limit, stop, sampler))
+        else:
+            own, speculated = decoder.greedy(prompt, limit, stop), decoder.speculate(draft, prompt, limit, stop)
+            yield compare(own, speculated, near)
+
+
+def compare(own: Greedy, speculated: Speculated, near_tie: float = NEAR[torch.float32]) -> Judgement:
+    """Compare one prompt's speculated text with the target's own, up to the first difference.
+
+    Best logits that are closer than ``near_tie`` are a near tie.
+    """
+    pairs = zip(own.tokens, speculated.tokens, strict=False)
+    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None and len(own.tokens) != len(speculated.tokens):
+        place = min(len(own.tokens), len(speculated.tokens)) - 1
+    near = place is not None and own.margins[place] < near_tie
+    return replace(Judgement.of(speculated), near_ties=int(near), differing=int(place is not None and not near))
+
+
+def prompts_of(cache: Cache, samples: Sequence[int]) -> Iterator[list[int]]:
+    """Yield, for each sample, its tokens up to the first supervised one; none for a sample that begins with it."""
+    for sample in samples:
+        batch = cache.read([sample], columns=(IDS, MASK))
+        supervised = np.flatnonzero(batch[MASK][0].numpy())
+        prompt = batch[IDS][0][: int(supervised[0])].tolist() if supervised.size else []
+        if prompt:
+            yield prompt
 
 
 def evaluate(config: EvaluateConfig) -> Judgement:
@@ -57,11 +130,9 @@ def evaluate(config: EvaluateConfig) -> Judgement:
     dtype = resolve_compute_dtype(config.dtype, device)
     model = load_target(source, dtype=dtype, device=device)
     draft = load_draft(found[-1], *target_tables(cache, device, dtype))
-    decoder, total = Decoder(model, trained.layers), Judgement()
-    what = (decoder, draft, prompts, config.max_new_tokens, _stops(model))
-    judged = judge_sampled(*what, config.temperature, config.seed) if config.temperature else judge(*what)
+    total = Judgement()
     with start_progress("evaluate", len(prompts), "prompts") as progress:
-        for one in judged:
+        for one in judge(Decoder(model, trained.layers), draft, prompts, _stops(model), config):
             total += one
             progress.advance(1, f"{total.tokens_per_step:.2f} tokens per step")
     return total

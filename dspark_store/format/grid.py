@@ -1,11 +1,28 @@
-"""The arithmetic of samples, shards and chunks. No I/O."""
+"""The arithmetic of samples, shards and chunks, and the generator of keys for samples. No I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 _KIB = 1024
 _STEP = 64
+SPLITMIX64_GAMMA = 0x9E3779B97F4A7C15
+"""What SplitMix64 adds to its state before each output."""
+
+
+def splitmix64(state: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit words, uint64, in place: SplitMix64's output function, a bijection; returns them.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    state ^= state >> 30
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> 27
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> 31
+    return state
 
 
 @dataclass(frozen=True, slots=True)

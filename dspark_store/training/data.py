@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from dspark_store.draft.model import Draft
-from dspark_store.draft.settings import DraftSettings, MarkovKind, TargetSizes
+from dspark_store.draft.settings import DraftSettings, MarkovKind
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
@@ -152,13 +152,10 @@ def draft_settings(config: TrainConfig, cache: Cache, captured_layers: int) -> D
     """Return the shape of the draft for a store's target. ValueError when the store does not describe its target."""
     if cache.target_config is None:
         raise ValueError(f"{cache.storage} does not hold its target's configuration, from which a draft's sizes follow")
-    sizes = asdict(TargetSizes.of(cache.target_config))
-    if config.intermediate_size is not None:
-        sizes["intermediate_size"] = config.intermediate_size
-    return DraftSettings(
-        **sizes,
-        captured_layers=captured_layers,
-        mask_token_id=config.mask_token_id,
+    sizes = DraftSettings.of_target(cache.target_config, captured_layers, config.mask_token_id)
+    return replace(
+        sizes,
+        intermediate_size=sizes.intermediate_size if config.intermediate_size is None else config.intermediate_size,
         num_layers=config.draft_layers,
         block_size=config.block_size,
         markov=cast(MarkovKind, config.markov),

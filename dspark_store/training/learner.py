@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dspark_store.draft.anchors import Blocks, draw_blocks, sample_keys
-from dspark_store.draft.loss import LossSums, loss_sums, slot_terms
-from dspark_store.draft.metrics import DraftCounts, draft_counts
+from dspark_store.draft.loss import DraftCounts, LossSums, draft_counts, loss_sums, slot_terms
 from dspark_store.draft.model import Draft, DraftOutput
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.training.ranks import Ranks

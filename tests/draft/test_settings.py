@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from dspark_store.draft.settings import TargetSizes
+from dspark_store.draft.settings import DraftSettings
 from dspark_store.target.facts import target_config_json
 from tests.draft.drafts import SETTINGS
 from tests.tiny import tiny_gemma, tiny_gpt2, tiny_llama, tiny_qwen3
@@ -24,29 +24,33 @@ def test_a_size_that_cannot_be_is_named(change, named):
         replace(SETTINGS, **change)
 
 
+def sizes_of(target):
+    return DraftSettings.of_target(target_config_json(target.config), captured_layers=1, mask_token_id=0)
+
+
 def test_a_draft_takes_its_sizes_from_the_targets_configuration():
-    shape = TargetSizes.of(target_config_json(tiny_qwen3(rope_theta=5000.0).config))
+    shape = sizes_of(tiny_qwen3(rope_theta=5000.0))
     assert (shape.vocab_size, shape.hidden_size, shape.intermediate_size) == (288, 32, 64)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
     assert shape.rope_theta == 5000.0
 
 
 def test_a_target_without_a_head_dimension_splits_its_width():
-    assert TargetSizes.of(target_config_json(tiny_llama().config)).head_dim == 8
+    assert sizes_of(tiny_llama()).head_dim == 8
 
 
 def test_a_target_of_other_names_is_understood():
-    shape = TargetSizes.of(target_config_json(tiny_gpt2().config))
+    shape = sizes_of(tiny_gpt2())
     assert (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.intermediate_size) == (32, 4, 4, 128)
 
 
 def test_a_rotation_that_differs_by_kind_of_layer_is_found():
-    assert TargetSizes.of(target_config_json(tiny_gemma().config)).rope_theta >= 10000.0
+    assert sizes_of(tiny_gemma()).rope_theta >= 10000.0
 
 
 def test_a_configuration_without_a_width_is_refused():
     with pytest.raises(ValueError, match="no whole number hidden_size"):
-        TargetSizes.of({"vocab_size": 3})
+        DraftSettings.of_target({"vocab_size": 3}, 1, 0)
 
 
 def test_the_confidence_head_sees_no_markov_row_where_there_is_none():

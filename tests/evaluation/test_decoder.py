@@ -113,7 +113,6 @@ def test_a_draft_that_knows_the_text_gives_a_whole_block_a_step(monkeypatch):
     speculated = decoder.speculate(draft_of(model), PROMPTS[0], 33)
     assert speculated.tokens == own[:33]
     assert speculated.steps == 8
-    assert speculated.tokens_per_step == 4
 
 
 def test_the_draft_is_shown_the_states_that_the_target_would_have_alone(monkeypatch):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.cli.train import parse_arguments
-from dspark_store.draft.metrics import DraftCounts
+from dspark_store.draft.loss import DraftCounts
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.training import learner as learner_module
 from dspark_store.training.learner import TERMS, Judged, Schedule, warmup_steps
