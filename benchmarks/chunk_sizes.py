@@ -8,21 +8,35 @@ way; then the recommended ones are measured once more beside the best of the swe
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from benchmarks import size_tables
 from benchmarks.measure import ACCESSES, BATCH, Axes, Setting, chosen_axes, default_axes, default_setting
-from benchmarks.recommend import Search, StorePlan
+from benchmarks.recommend import Search, StorePlan, prediction_table, recommendation
 from benchmarks.samples import Samples, stored_samples
 from benchmarks.storage import measured_rate
-from benchmarks.sweep import LIMITED_ACCESSES, UNLIMITED, Effort, Measured, ReadCase, RunOff, Sweep
-from benchmarks.tables import Recorder, usable_cores
+from benchmarks.sweep import (
+    LIMITED_ACCESSES,
+    UNLIMITED,
+    Effort,
+    Measured,
+    ReadCase,
+    RunOff,
+    Sweep,
+    in_order,
+    read_cases,
+    run_off_table,
+    sweep_tables,
+)
+from benchmarks.tables import Cell, Recorder, usable_cores
+from dspark_store import open_cache
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.precompute.run import run
 from dspark_store.precompute.settings import PrecomputeConfig
@@ -109,16 +123,15 @@ def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
             for access in LIMITED_ACCESSES
             for rate in (*SWEPT_RATES, UNLIMITED)
         ]
-        for table in size_tables.sweep_tables(measured, samples):
+        for table in (*sweep_tables(measured, samples), run_off_table(run_offs, default_setting(samples))):
             recorder.add(table)
-        recorder.add(size_tables.run_off_table(run_offs, default_setting(samples)))
-    recorder.add(size_tables.prediction_table(known, plan, default_setting(samples)))
-    paragraph = size_tables.recommendation(chosen, known, plan, given.cores or cores, measured=not given.storage_rate)
+    recorder.add(prediction_table(known, plan, default_setting(samples)))
+    paragraph = recommendation(chosen, known, plan, given.cores or cores, measured=not given.storage_rate)
     print(f"\n{paragraph}", flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     plots: list[str] = []
     if measured:
-        size_tables.write_csv(given.out / "chunk_sizes.csv", measured)
+        write_csv(given.out / "chunk_sizes.csv", measured)
         plots = _plots(given.out, samples, measured, run_offs)
     figures = {"recommended": chosen.setting.flags, "paragraph": paragraph}
     recorder.outcome(plots=plots, figures=figures).save(given.out / "chunk_sizes.json")
@@ -128,21 +141,11 @@ def _measure(given: argparse.Namespace, recorder: Recorder, place: Path) -> int:
 
 def _samples(given: argparse.Namespace, place: Path) -> tuple[Samples, int, str]:
     """Return the samples, how many the store has, and the target's name."""
-    from dspark_store import open_cache
-
     store = given.store
     if given.target is not None:
         store = place / "captured"
-        config = PrecomputeConfig(
-            target_model=given.target,
-            input_data=str(given.input_data),
-            output_dir=str(store),
-            seq_length=512,
-            batch_size=4,
-            max_samples=80,
-            device="cpu",
-        )
-        run(config)
+        flags = {"target_model": given.target, "input_data": str(given.input_data), "output_dir": str(store)}
+        run(PrecomputeConfig(**flags, seq_length=512, batch_size=4, max_samples=80, device="cpu"))
     elif store is None:
         store = DEMO / "store"
         if not store.exists():
@@ -162,6 +165,28 @@ def _plots(out: Path, samples: Samples, measured: Mapping[Setting, Measured], ru
         return []
     made = plots.heat_maps(out, measured, list(ACCESSES))
     return [*made, plots.size_against_speed(out, measured, run_offs, default_setting(samples))]
+
+
+def write_csv(path: Path, measured: Mapping[Setting, Measured]) -> None:
+    """Write everything that was measured, a row for each setting; rates are bytes of valid states per second."""
+    cases = read_cases(measured, ACCESSES)
+    rows: list[dict[str, Cell]] = []
+    for setting, one in in_order(measured):
+        axes, facts = asdict(setting), one.facts
+        row: dict[str, Cell] = {"layers_per_chunk" if name == "layers" else name: value for name, value in axes.items()}
+        row |= {"stored_per_byte": facts.stored, "objects": facts.objects}
+        row |= {f"open_{name}": value for name, value in asdict(facts.opening).items()}
+        row |= {f"read_per_wanted_{access}": facts.amplification[access] for access in ACCESSES}
+        for name, found in {"write": one.writing, **{f"read {case}": one.reading.get(case) for case in cases}}.items():
+            field = name.replace(" ", "_").replace("/", "_per_")
+            row |= {
+                f"{field}_{part}": None if found is None else getattr(found, part) for part in ("low", "median", "high")
+            }
+        rows.append(row)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 class _Bar:

@@ -94,12 +94,12 @@ def time_in_turn[Name: Hashable](
     *,
     seconds: float = float("inf"),
     until: Callable[[Mapping[Name, Sequence[float]]], bool] = lambda _: False,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[Name, list[float]]:
     """Run every action once a round, in an order that changes; return the times that they say they took.
 
     After ``seconds``, or when ``until`` says that enough is known, no further round begins, but three there are.
-    ``progress`` is called with the actions done.
+    ``progress`` is called with the actions done, and how many there are at most.
     """
     times: dict[Name, list[float]] = {name: [] for name in actions}
     order, shuffle = list(actions), random.Random(0)
@@ -110,7 +110,7 @@ def time_in_turn[Name: Hashable](
         shuffle.shuffle(order)
         for at, name in enumerate(order):
             times[name].append(actions[name]())
-            progress(turn * len(order) + at + 1)
+            progress(turn * len(order) + at + 1, rounds * len(order))
     return times
 
 

@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -88,8 +88,9 @@ def default_axes(samples: Samples, *, quick: bool) -> Axes:
 
     Codec dense is left out where its package is not installed, and of a quick sweep.
     """
-    tokens = {1 << power for power in range(4 if samples.seq_length < 64 else 5, 12) if 1 << power < samples.seq_length}
-    tokens = {value for value in tokens if value in (64, 256)} if quick and samples.seq_length > 64 else tokens
+    length = samples.seq_length
+    tried = (64, 256) if quick and length > 64 else [1 << power for power in range(4 if length < 64 else 5, 12)]
+    tokens = {value for value in tried if value < length}
     tokens |= {default_setting(samples, codec).chunk_tokens for codec in ("none", "default")}
     dense = importlib.util.find_spec("pcodec") is not None and not quick
     codecs = tuple(codec for codec in CODEC_PRESETS if codec != "dense" or dense)
@@ -102,12 +103,9 @@ def chosen_axes(axes: Axes, given: Axes, samples: Samples) -> Axes:
 
     ValueError when a value cannot be: T above S, or layers per chunk that do not divide K.
     """
-    chosen = Axes(
-        given.codecs or axes.codecs,
-        tuple(sorted(given.chunk_tokens)) or axes.chunk_tokens,
-        tuple(sorted(given.shard_sizes)) or axes.shard_sizes,
-        tuple(sorted(given.layers)) or axes.layers,
-    )
+    numbers = ("chunk_tokens", "shard_sizes", "layers")
+    sizes: list[tuple[int, ...]] = [tuple(sorted(getattr(given, name))) or getattr(axes, name) for name in numbers]
+    chosen = Axes(given.codecs or axes.codecs, *sizes)
     for tokens in chosen.chunk_tokens:
         if not 1 <= tokens <= samples.seq_length:
             raise ValueError(f"--chunk-tokens {tokens} is outside 1 to {samples.seq_length}, the positions of a sample")
@@ -171,37 +169,31 @@ class Opening:
     object_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
 class Trial:
-    """A setting's store of some samples, in ``place``.
+    """A setting's store of some samples, in ``place``, whose encoding takes ``threads`` threads.
 
+    ``samples`` are grouped already, as the setting has it.
     Several layers per chunk are a store of fewer, wider layers: the same writer, codec and reader see chunks of L times
     the features. Reading one layer of it reads them all; each batch lands stacked, where a decoded chunk fits in one
     piece, which for all layers in one chunk is the flat layout as well.
     """
 
-    def __init__(self, samples: Samples, setting: Setting, place: Path, threads: int) -> None:
-        """``samples`` are grouped already, as the setting has it; encoding takes ``threads`` threads."""
-        self.samples = samples
-        self.setting = setting
-        self.place = place
-        self._threads = threads
-        self._schema = samples.schema(setting.codec, setting.chunk_tokens, setting.shard_size)
+    samples: Samples
+    setting: Setting
+    place: Path
+    threads: int
 
     def write(self) -> float:
         """Write the store, in the place of an older one; return the seconds that its states took."""
-        if self.place.exists():
-            shutil.rmtree(self.place)
-        return write_samples(self.samples, self._schema, self.place, self._threads).clock
+        shutil.rmtree(self.place, ignore_errors=True)
+        schema = self.samples.schema(self.setting.codec, self.setting.chunk_tokens, self.setting.shard_size)
+        return write_samples(self.samples, schema, self.place, self.threads).clock
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of all objects, tokens included; one that stands at two places counts once."""
-        return sum(distinct_files(self.place, "*/c.*").values())
-
-    @property
-    def objects(self) -> int:
-        """Objects of the four columns: files, but for the second names of those that stand at two places."""
-        return len(distinct_files(self.place, "*/c.*"))
+    def files(self) -> dict[int, int]:
+        """The bytes of each object of the four columns; one that stands at two places counts once."""
+        return distinct_files(self.place, "*/c.*")
 
     @contextmanager
     def opened(self, access: str, bytes_per_second: float = float("inf")) -> Iterator[Reading]:
@@ -211,15 +203,12 @@ class Trial:
         """
         scattered = access == "scattered"
         line = RateLimit(float("inf"))
-        storage = RateLimitedStorage(self.place, line)
-        cache = Cache(storage, open_objects=1 if scattered else max(DEFAULT_OPEN_OBJECTS, 2 * self.objects))
-        reading = Reading(cache, self.setting, line, scattered=scattered)
-        try:
+        open_objects = 1 if scattered else max(DEFAULT_OPEN_OBJECTS, 2 * len(self.files))
+        with closing(Cache(RateLimitedStorage(self.place, line), open_objects=open_objects)) as cache:
+            reading = Reading(cache, self.setting, line, scattered=scattered)
             reading.warm_up(self.samples.lengths)
             line.reset(bytes_per_second)
             yield reading
-        finally:
-            cache.close()
 
     def opening(self) -> Opening:
         """Measure opening the store, and an object of it."""
@@ -253,18 +242,16 @@ class Reading:
         """Read a position of a row of each shard, so that files, pages and threads are there."""
         grid = self._cache.schema.tokens
         rows = [next((row for row in grid.rows(shard) if lengths[row]), None) for shard in range(grid.num_shards)]
-        for row in rows:
-            if row is not None:
-                self.read(Request((SampleSpan(row, 0, 1, 0, 0, 1),), 1))
+        self.read_all([Request((SampleSpan(row, 0, 1, 0, 0, 1),), 1) for row in rows if row is not None])
 
     def read(self, request: Request) -> dict[str, torch.Tensor]:
         """Read one batch; its tensors are overwritten by the next one.
 
         Scattered, its samples are read one by one, as if no two of them stood in the same shard.
         """
-        slots = range(self._cache.schema.num_layers)
+        slots: Sequence[int] = range(self._cache.schema.num_layers)
         if request.layer is not None:
-            slots = range(request.layer // self._setting.layers, request.layer // self._setting.layers + 1)
+            slots = [request.layer // self._setting.layers]
         batch = self._batch(request, len(slots))
         if not self._scattered:
             self._cache.reader.read(request.spans, slots, batch)

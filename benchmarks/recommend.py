@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.costs import Spread, decided, levelled, time_in_turn
 from benchmarks.measure import BATCH, Axes, Setting, Trial, requests
 from benchmarks.samples import Samples
+from benchmarks.tables import Cell, Column, Table
 from dspark_store.format.schema import StoreSchema
 from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 
@@ -17,6 +20,9 @@ TOLERANCE = 0.02
 """Rates closer than this share of the best are taken as equal: it is what measurements here can tell apart."""
 SIZE_TOLERANCE = 0.005
 """Sizes closer than this share of the smallest are taken as equal."""
+SEARCH_SAMPLES, SHORTLIST = 24, 4
+_NEAR = 0.9
+"""Settings predicted within this share of the best are measured under the storage's rate before one is chosen."""
 _OVERLAP_LOSS = 0.1
 """How much of the shorter one of reading and decoding does not hide behind the longer one: a batch begins with the
 first bytes on their way and nothing to decode, and ends with the last chunks and nothing to read."""
@@ -52,7 +58,7 @@ class RandomReads:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The rate of a setting, valid bytes per second, and the seconds a batch that storage and the cores are busy."""
+    """The rate of a setting, valid bytes per second, and the seconds per batch that storage and the cores are busy."""
 
     rate: float
     line_seconds: float
@@ -70,13 +76,12 @@ def predict(cost: ReadCost, workload: RandomReads) -> Prediction:
 
 def opened_share(samples: int, shard_size: int, layers: int, open_objects: int = DEFAULT_OPEN_OBJECTS) -> float:
     """Return the share of visits that find their object closed, in a store read in random order."""
-    objects = -(-samples // shard_size) * layers
-    return max(0.0, 1 - open_objects / objects)
+    return max(0.0, 1 - open_objects / (-(-samples // shard_size) * layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting and what it comes to: rate in valid bytes per second, stored bytes per valid byte, objects a sample."""
+    """A setting, its rate in valid bytes per second, its stored bytes per valid byte, and its objects per sample."""
 
     setting: Setting
     rate: float
@@ -101,7 +106,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """The store that is planned, and where it is read: samples, K, mean valid bytes a sample, storage, cores.
+    """The store that is planned, and where it is read: samples, K, mean valid bytes per sample, storage, cores.
 
     ``scattered`` overrides what follows from the number of samples: whether a visit finds its object open.
     """
@@ -125,77 +130,52 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the search found out about one setting."""
+    """What the search found out about one setting; ``correction`` is a measured rate over the predicted one."""
 
     cost: ReadCost
     stored: float
     correction: float = 1.0
 
-    def corrected(self, factor: float) -> Known:
-        """Return the same, its rate multiplied by a factor: what a measurement gave over what was predicted."""
-        return replace(self, correction=factor)
+    def candidate(self, setting: Setting, plan: StorePlan) -> Candidate:
+        """Return the setting with its predicted rate."""
+        rate = predict(self.cost, plan.workload(setting)).rate * self.correction
+        return Candidate(
+            setting, rate, self.stored, -(-plan.samples // setting.shard_size) * plan.layers / plan.samples
+        )
 
 
 def candidates(known: Mapping[Setting, Known], plan: StorePlan) -> list[Candidate]:
     """Return every setting with its predicted rate."""
-    return [
-        Candidate(
-            setting,
-            predict(found.cost, plan.workload(setting)).rate * found.correction,
-            found.stored,
-            -(-plan.samples // setting.shard_size) * plan.layers / plan.samples,
-        )
-        for setting, found in known.items()
-    ]
+    return [found.candidate(setting, plan) for setting, found in known.items()]
 
 
-SEARCH_SAMPLES, SHORTLIST = 24, 4
-_NEAR = 0.9
-"""Settings predicted within this share of the best are measured under the storage's rate before one is chosen."""
+def measure_opening(
+    samples: Samples, axes: Axes, place: Path, threads: int
+) -> Callable[[StoreSchema], tuple[float, float]]:
+    """Measure opening an object with a small and with a large index; what lies between costs what lies between.
 
-
-@dataclass(frozen=True, slots=True)
-class OpenCost:
-    """What opening an object costs: linear in the chunks that its index has room for."""
-
-    seconds: float
-    seconds_a_slot: float
-    nbytes: float
-    bytes_a_slot: float
-
-    def of(self, slots: int) -> tuple[float, float]:
-        """Return seconds and bytes for an object of so many slots."""
-        return (
-            max(0.0, self.seconds + self.seconds_a_slot * slots),
-            max(0.0, self.nbytes + self.bytes_a_slot * slots),
-        )
-
-    def of_visit(self, schema: StoreSchema) -> tuple[float, float]:
-        """Return seconds and bytes for one of a sample's K objects of states, with its part of the two of tokens."""
-        states, tokens = self.of(schema.states.slots), self.of(schema.tokens.slots)
-        part = 2 / schema.num_layers
-        return states[0] + part * tokens[0], states[1] + part * tokens[1]
-
-
-def measure_opening(samples: Samples, axes: Axes, place: Path, threads: int) -> OpenCost:
-    """Measure the opening of objects with a small and with a large index."""
-    few = samples.first(1)
-    sizes = ((axes.chunk_tokens[-1], 1), (axes.chunk_tokens[0], axes.shard_sizes[-1]))
-    measured = []
-    for tokens, rows in sizes:
-        trial = Trial(few, Setting("none", tokens, rows), place / f"open-{tokens}-{rows}", threads)
+    Return seconds and bytes, by schema, of one of a sample's K objects of states with its part of the two of tokens.
+    """
+    slots: list[int] = []
+    costs: tuple[list[float], list[float]] = ([], [])
+    for tokens, rows in ((axes.chunk_tokens[-1], 1), (axes.chunk_tokens[0], axes.shard_sizes[-1])):
+        trial = Trial(samples.first(1), Setting("none", tokens, rows), place / f"open-{tokens}-{rows}", threads)
         trial.write()
         opening = trial.opening()
-        slots = samples.schema("none", tokens, rows).states.slots
-        measured.append((slots, opening.object_ms / 1e3, opening.object_bytes))
-    (small, quick, light), (large, slow, heavy) = measured
-    span = max(1, large - small)
-    a_slot, bytes_a_slot = max(0.0, slow - quick) / span, (heavy - light) / span
-    return OpenCost(quick - a_slot * small, a_slot, light - bytes_a_slot * small, bytes_a_slot)
+        slots.append(samples.schema("none", tokens, rows).states.slots)
+        costs[0].append(opening.object_ms / 1e3)
+        costs[1].append(opening.object_bytes)
+
+    def of_visit(schema: StoreSchema) -> tuple[float, float]:
+        parts = ((schema.states.slots, 1.0), (schema.tokens.slots, 2 / schema.num_layers))
+        seconds, nbytes = (sum(share * float(np.interp(at, slots, cost)) for at, share in parts) for cost in costs)
+        return seconds, nbytes
+
+    return of_visit
 
 
 class Search:
-    """The settings of one layer a chunk, and what was found out about each on the first samples.
+    """The settings of one layer per chunk, and what was found out about each on the first samples.
 
     ``rounds`` bounds how often each is read. Everything is written below ``place``.
     """
@@ -209,56 +189,51 @@ class Search:
         rounds: int,
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        self._axes = axes
         self._samples = samples.first(SEARCH_SAMPLES)
         self._rounds = rounds
         self._progress = progress
+        rows = len(self._samples.lengths)
+        names = [(codec, tokens) for codec in axes.codecs for tokens in axes.chunk_tokens]
         self._trials = {
-            (codec, tokens): Trial(
-                self._samples,
-                Setting(codec, tokens, len(self._samples.lengths)),
-                place / f"{codec}-{tokens}",
-                threads,
-            )
-            for codec in axes.codecs
-            for tokens in axes.chunk_tokens
+            name: Trial(self._samples, Setting(*name, rows), place / "-".join(map(str, name)), threads)
+            for name in names
         }
-        self._batches = requests("sample", self._samples, max(1, len(self._samples.lengths) // BATCH))
+        self._batches = requests("sample", self._samples, max(1, rows // BATCH))
         self._bytes = sum(batch.wanted_bytes(self._samples) for batch in self._batches)
         for at, trial in enumerate(self._trials.values(), 1):
             trial.write()
             progress("encoding", at, len(self._trials))
-        self._opening = measure_opening(self._samples, axes, place, threads)
-        self.known = self._measure()
+        self.known = self._measure(axes.shard_sizes, measure_opening(self._samples, axes, place, threads))
 
-    def _measure(self) -> dict[Setting, Known]:
+    def _measure(
+        self, shard_sizes: Sequence[int], opening: Callable[[StoreSchema], tuple[float, float]]
+    ) -> dict[Setting, Known]:
         times = self._times(self._trials, float("inf"))
         known = {}
-        for (codec, tokens), trial in self._trials.items():
+        for name, trial in self._trials.items():
             with trial.opened("sample") as reading:
                 line = reading.bytes_read(self._batches) / self._bytes
-            work, stored = times[codec, tokens].median / self._bytes, trial.stored_bytes / self._samples.state_bytes
-            for rows in self._axes.shard_sizes:
-                schema = self._samples.schema(codec, tokens, rows)
-                cost = ReadCost(work, line, *self._opening.of_visit(schema))
-                known[Setting(codec, tokens, rows)] = Known(cost, stored)
+            work, stored = times[name].median / self._bytes, sum(trial.files.values()) / self._samples.state_bytes
+            for rows in shard_sizes:
+                cost = ReadCost(work, line, *opening(self._samples.schema(*name, rows)))
+                known[Setting(*name, rows)] = Known(cost, stored)
         return known
 
     def _times(
-        self, trials: Mapping[tuple[str, int], Trial], storage_rate: float, *, settle: bool = False
+        self, names: Collection[tuple[str, int]], storage_rate: float, *, settle: bool = False
     ) -> dict[tuple[str, int], Spread]:
         """Time the batches of some settings from memory, behind a line of this rate."""
 
-        def read(trial: Trial) -> float:
-            with trial.opened("sample", storage_rate) as reading:
+        def read(name: tuple[str, int]) -> float:
+            with self._trials[name].opened("sample", storage_rate) as reading:
                 return reading.seconds(self._batches)
 
-        actions = {name: partial(read, trial) for name, trial in trials.items()}
         rounds = 2 * self._rounds if settle else self._rounds
         until = decided if settle else lambda _: False
-        total = rounds * len(actions)
-        times = time_in_turn(actions, rounds, until=until, progress=lambda done: self._progress("reading", done, total))
-        return levelled(times)
+        report = partial(self._progress, "reading")
+        return levelled(
+            time_in_turn({name: partial(read, name) for name in names}, rounds, until=until, progress=report)
+        )
 
     def recommend(self, plan: StorePlan) -> tuple[Candidate, Mapping[Setting, Known]]:
         """Return the setting to take for a plan, and what is known of every setting, corrected for the plan's storage.
@@ -279,12 +254,58 @@ class Search:
 
     def _corrected(self, plan: StorePlan, names: Collection[tuple[str, int]]) -> dict[Setting, Known]:
         """Measure some codecs and T behind the plan's storage, and return their settings with what that gave."""
-        times = self._times({name: self._trials[name] for name in names}, plan.storage_rate, settle=True)
+        times = self._times(names, plan.storage_rate, settle=True)
         sample_bytes = self._bytes / len(self._batches) / BATCH
         here = StorePlan(1, plan.layers, sample_bytes, BATCH, plan.storage_rate, scattered=False)
         found = {}
         for setting, known in self.known.items():
             if (name := (setting.codec, setting.chunk_tokens)) in times:
                 predicted = predict(known.cost, here.workload(setting)).rate
-                found[setting] = known.corrected(self._bytes / times[name].median / predicted)
+                found[setting] = replace(known, correction=self._bytes / times[name].median / predicted)
         return found
+
+
+def prediction_table(known: Mapping[Setting, Known], plan: StorePlan, default: Setting) -> Table:
+    """Return the best T and R of each codec, by what the search found, and the default."""
+    everything = candidates(known, plan)
+    codecs = dict.fromkeys(setting.codec for setting in known)
+    shown = [choose([one for one in everything if one.setting.codec == codec]) for codec in codecs]
+    shown += [one for one in everything if one.setting == default and one not in shown]
+    rows: list[tuple[Cell, ...]] = []
+    for one in shown:
+        setting, workload = one.setting, plan.workload(one.setting)
+        predicted, seconds = predict(known[setting].cost, workload), workload.batch_bytes / one.rate
+        busy = [min(1.0, part / seconds) for part in (predicted.line_seconds, predicted.work_seconds)]
+        axes = (setting.codec, setting.chunk_tokens, setting.shard_size)
+        rows.append((*axes, one.stored, one.rate / 1e6, *busy, setting == default))
+    title = f"The best of each codec, as predicted for storage of {plan.storage_rate / 1e6:,.0f} MB/s"
+    columns = (Column("codec"), Column("T", "d"), Column("R", "d"), Column("stored", ".3f"))
+    rates = (Column("MB/s of states", ",.0f"), Column("storage busy", ".0%"), Column("cores busy", ".0%"))
+    return Table(title, (*columns, *rates, Column("default")), tuple(rows))
+
+
+def recommendation(
+    chosen: Candidate, known: Mapping[Setting, Known], plan: StorePlan, cores: int, *, measured: bool
+) -> str:
+    """Return what to take and why, and the flags of the precompute."""
+    setting, workload = chosen.setting, plan.workload(chosen.setting)
+    predicted = predict(known[setting].cost, workload)
+    bound = "storage" if predicted.line_seconds > predicted.work_seconds else "decoding"
+    plain = [one for one in candidates(known, plan) if one.setting.codec == "none"]
+    beside = ""
+    if plain and setting.codec != "none":
+        other = choose(plain)
+        size, rate = other.stored / chosen.stored, other.rate / 1e6
+        beside = f" Uncompressed it would be {size:.2f} times as large and read at {rate:,.0f} MB/s."
+    opened = "all objects stay open"
+    if workload.opened:
+        opened = f"{workload.opened:.0%} of the objects that a batch visits are opened anew"
+    origin = " (measured here)" if measured else ""
+    return (
+        f"Take codec {setting.codec}, {setting.chunk_tokens} tokens per chunk and {setting.shard_size} samples per "
+        f"shard. From storage of {plan.storage_rate / 1e6:,.0f} MB/s{origin} with {cores} "
+        f"cores, training reads {chosen.rate / 1e6:,.0f} MB of states per second, bound by {bound}, and a byte of "
+        f"states takes {chosen.stored:.3f} bytes on disk.{beside} Shards of {setting.shard_size} samples: {opened}, "
+        f"and {plan.samples:,} samples are {chosen.objects * plan.samples:,.0f} objects of states. Of settings within "
+        f"{TOLERANCE:.0%} of the fastest, this is the smallest store.\n\n    {setting.flags}"
+    )

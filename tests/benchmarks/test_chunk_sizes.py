@@ -143,4 +143,6 @@ def test_a_run_off_names_the_best_and_counts_the_recommended_as_one_of_them(stor
     )
     run_off = sweep.run_off(case, Setting("none", 20, 4), fastest, 2)
     assert run_off.ratios[run_off.recommended].median == 1
-    assert run_off.share == pytest.approx(1 / max(ratio.median for ratio in run_off.ratios.values()))
+    assert run_off.share(run_off.recommended) == pytest.approx(
+        1 / max(ratio.median for ratio in run_off.ratios.values())
+    )

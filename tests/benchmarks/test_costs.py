@@ -32,9 +32,9 @@ def test_no_round_begins_when_enough_is_known():
 
 
 def test_progress_counts_the_actions():
-    told: list[int] = []
-    time_in_turn({"a": lambda: 1.0, "b": lambda: 1.0}, 2, progress=told.append)
-    assert told == [1, 2, 3, 4]
+    done: list[tuple[int, int]] = []
+    time_in_turn({"a": lambda: 1.0, "b": lambda: 1.0}, 2, progress=lambda *so_far: done.append(so_far))
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 @given(st.lists(st.floats(0.5, 9), min_size=3, max_size=7), st.lists(st.floats(1, 4), min_size=3, max_size=9))

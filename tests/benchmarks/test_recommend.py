@@ -106,7 +106,7 @@ def test_every_setting_is_predicted_and_a_correction_multiplies_its_rate(known, 
     assume(factor > 0)
     plan = StorePlan(1000, 3, 1e3, 8, 1e6)
     plain = {one.setting: one for one in candidates(known, plan)}
-    corrected = candidates({setting: found.corrected(factor) for setting, found in known.items()}, plan)
+    corrected = candidates({setting: replace(found, correction=factor) for setting, found in known.items()}, plan)
     assert plain.keys() == known.keys()
     for one in corrected:
         assert one.rate == pytest.approx(plain[one.setting].rate * factor)
