@@ -19,8 +19,7 @@ from dspark_store.text import say
 if TYPE_CHECKING:
     from dspark_store.inspection.shardwise import Workers
     from dspark_store.inspection.stats.figures import Decode
-    from dspark_store.inspection.stats.report import Rules
-    from dspark_store.inspection.stats.survey import Selection
+    from dspark_store.inspection.stats.survey import Rules
     from dspark_store.readers.cache import Cache
 
 JSON_NAME, PAGE_NAME = "stats.json", "stats.html"
@@ -45,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write both files and print where they are; return 0, or 1 when the store is damaged."""
-    from dspark_store.inspection.stats.report import Rules, summary_lines
+    from dspark_store.inspection.stats.report import summary_lines
     from dspark_store.precompute.undo import new_folders_undone
     from dspark_store.readers.cache import open_cache
 
-    rules = Rules(_selection(given), given.outlier_factor)
+    rules = _rules(given)
     workers = workers_of(given)
     store = Path(given.store).absolute()  # the workers of a cluster may have been started elsewhere
     output = _output(store, given.output)
@@ -82,16 +81,16 @@ def _page(statistics: Mapping[str, JsonValue]) -> str | None:
     return render_page(statistics)
 
 
-def _selection(given: argparse.Namespace) -> Selection:
-    from dspark_store.inspection.stats.survey import Selection
+def _rules(given: argparse.Namespace) -> Rules:
+    from dspark_store.inspection.stats.survey import Rules
 
     if given.layers is None:
-        return Selection(samples=given.samples, seed=given.seed)
+        return Rules(None, True, given.samples, given.seed, given.outlier_factor)
     wrong = [word for word in given.layers if word != _LAST and not word.removeprefix("-").isdecimal()]
     if wrong:
         raise ValueError(f"--layers takes the ids of captured layers, and {_LAST!r}, got {wrong[0]!r}")
     layers = tuple(int(word) for word in given.layers if word != _LAST)
-    return Selection(layers, _LAST in given.layers, given.samples, given.seed)
+    return Rules(layers, _LAST in given.layers, given.samples, given.seed, given.outlier_factor)
 
 
 def _output(store: Path, chosen: str | None) -> Path:

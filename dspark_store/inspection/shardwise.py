@@ -134,6 +134,13 @@ class Mergeable(Protocol):
         ...
 
 
+def merge_known[Part: Mergeable](one: Part | None, later: Part | None) -> Part | None:
+    """Return both merged, or the one that there is."""
+    if one is None or later is None:
+        return later if one is None else one
+    return one.merge(later)
+
+
 class MergeTree[Part: Mergeable]:
     """Merges ``leaves`` parts, numbered from 0, along a fixed binary tree.
 

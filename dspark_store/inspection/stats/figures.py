@@ -32,9 +32,8 @@ def summarise_layer(tally: StateTally, outlier_factor: float) -> Summary:
     A channel is an outlier when its greatest magnitude or its standard deviation is more than ``outlier_factor``
     times that of the median channel.
     """
-    tokens = tally.norms.count
     return {
-        "tokens": tokens,
+        "tokens": tally.norms.count,
         "nonfinite": {"values": int(tally.exponents[-1]), "tokens": tally.nonfinite_tokens},
         "zeros": {"values": tally.zeros, "share": _share(tally.zeros, int(tally.exponents.sum()))},
         "norm": {
@@ -43,11 +42,11 @@ def summarise_layer(tally: StateTally, outlier_factor: float) -> Summary:
             "first_token_mean": tally.first.mean,
         },
         "exponents": _exponents(tally.exponents),
-        "channels": _channels(tally, tokens, outlier_factor),
+        "channels": _channels(tally, outlier_factor),
     }
 
 
-def spread(moments: Moments) -> Summary:
+def spread(moments: Moments[float]) -> Summary:
     """Return mean, standard deviation, least and greatest, null where there are no numbers."""
     some = moments.count > 0
     return {
@@ -86,25 +85,24 @@ def _exponents(counts: np.ndarray) -> Summary:
     }
 
 
-def _channels(tally: StateTally, tokens: int, outlier_factor: float) -> Summary:
-    width = len(tally.channel_sum)
-    count = max(1, tokens)
-    mean = tally.channel_sum / count
-    std = np.sqrt(np.maximum(0.0, tally.channel_square / count - mean * mean))
-    greatest = np.zeros(width)
-    if tokens:
-        greatest = np.maximum(np.abs(tally.channel_low), np.abs(tally.channel_high))
-    energy = np.sort(tally.channel_square)[::-1]
+def _channels(tally: StateTally, outlier_factor: float) -> Summary:
+    channels = tally.channels
+    width, tokens = len(channels.total), channels.count
+    mean = std = greatest = np.zeros(width)
+    if channels.mean is not None and channels.std is not None:
+        mean, std = channels.mean, channels.std
+        greatest = np.maximum(np.abs(channels.low), np.abs(channels.high))
+    energy = np.sort(channels.square)[::-1]
     ranks = rank_points(width, _PROFILE_POINTS)
     return {
         "count": width,
-        "constant": int((tally.channel_low == tally.channel_high).sum()),
+        "constant": int((channels.low == channels.high).sum()),
         "energy_share": {
             "top_1": _energy(energy, 1),
             "top_10": _energy(energy, min(10, width)),
             "top_1_percent": _energy(energy, math.ceil(width / 100)),
         },
-        "rms_by_rank": {"rank": ranks.tolist(), "rms": np.sqrt(energy[ranks - 1] / count).tolist()},
+        "rms_by_rank": {"rank": ranks.tolist(), "rms": np.sqrt(energy[ranks - 1] / max(1, tokens)).tolist()},
         "outliers": _outliers(std, greatest, outlier_factor),
         "mean": mean.tolist(),
         "std": std.tolist(),

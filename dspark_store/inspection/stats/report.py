@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dspark_store.format.jsonvalue import JsonValue
@@ -20,26 +19,12 @@ from dspark_store.inspection.stats.figures import (
     summarise_supervision,
     summarise_vocabulary,
 )
-from dspark_store.inspection.stats.survey import Selection, StatesTally, StatsSurvey, tally_store, vocabulary_size
-from dspark_store.inspection.stats.tallies import empty_tokens
+from dspark_store.inspection.stats.survey import Rules, StatsSurvey, tally_store, vocabulary_size
 from dspark_store.readers.cache import Cache
 
 STATISTICS_VERSION = 1
-DEFAULT_OUTLIER_FACTOR = 10.0
 type Form = Literal["number", "percent", "power", "id", "token"]
 _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What is read, and by which measure: see `Selection` and `summarise_layer`."""
-
-    selection: Selection = field(default_factory=Selection)
-    outlier_factor: float = DEFAULT_OUTLIER_FACTOR
-
-    def __post_init__(self) -> None:
-        if not self.outlier_factor >= 1:
-            raise ValueError(f"--outlier-factor must be >= 1, got {self.outlier_factor}")
 
 
 def measure_store(
@@ -54,18 +39,16 @@ def measure_store(
 
     They are the same, bit by bit, however many threads or workers there are. ``decode`` turns ids into their texts.
     """
-    survey = tally_store(cache, rules.selection, workers=workers, progress=progress)
-    states = survey.tally.states if survey.tally is not None else None
-    tokens = survey.tally.tokens if survey.tally is not None else empty_tokens(None)
+    survey = tally_store(cache, rules, workers=workers, progress=progress)
     return {
         "version": STATISTICS_VERSION,
         "store": _identity(cache, survey),
-        "read": _extent(survey, rules.selection),
+        "read": _extent(survey, rules),
         "lengths": summarise_lengths(cache),
         "supervision": summarise_supervision(cache),
         "sources": summarise_sources(cache),
-        "vocabulary": summarise_vocabulary(tokens, vocabulary_size(cache), decode),
-        **_states(cache, survey, states, rules.outlier_factor),
+        "vocabulary": summarise_vocabulary(survey.tally.tokens, vocabulary_size(cache), decode),
+        **_states(cache, survey, rules.outlier_factor),
     }
 
 
@@ -88,20 +71,21 @@ def _identity(cache: Cache, survey: StatsSurvey) -> Summary:
     }
 
 
-def _extent(survey: StatsSurvey, selection: Selection) -> Summary:
-    states = survey.tally.states if survey.tally is not None else None
+def _extent(survey: StatsSurvey, rules: Rules) -> Summary:
+    states = survey.tally.states
     return {
-        "samples": survey.tally.samples if survey.tally is not None else 0,
+        "samples": survey.tally.samples,
         "samples_with_states": states.samples if states is not None else 0,
-        "drawn": selection.samples is not None,
-        "seed": selection.seed if selection.samples is not None else None,
+        "drawn": rules.samples is not None,
+        "seed": rules.seed if rules.samples is not None else None,
         "layers": list(survey.layers),
-        "last_hidden_states": selection.last,
+        "last_hidden_states": rules.last,
     }
 
 
-def _states(cache: Cache, survey: StatsSurvey, states: StatesTally | None, factor: float) -> dict[str, JsonValue]:
+def _states(cache: Cache, survey: StatsSurvey, factor: float) -> dict[str, JsonValue]:
     """Return the figures of the layers, of the last hidden states and of neighbours; empty before any is captured."""
+    states = survey.tally.states
     if states is None:
         return {"layers": [], "last_hidden_states": None, "neighbours": []}
     ids = survey.layers

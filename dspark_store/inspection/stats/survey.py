@@ -14,8 +14,9 @@ import torch
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.samples import check_foreign_tokens
-from dspark_store.inspection.shardwise import MergeTree, Workers
+from dspark_store.inspection.shardwise import MergeTree, Workers, merge_known
 from dspark_store.inspection.stats.tallies import (
+    NO_NUMBERS,
     Moments,
     StateTally,
     TokenTally,
@@ -45,18 +46,17 @@ class StatesTally:
 
     samples: int
     layers: tuple[StateTally, ...]
-    neighbours: tuple[Moments, ...]
+    neighbours: tuple[Moments[float], ...]
     last: StateTally | None
     shared: int
 
     def merge(self, later: StatesTally) -> StatesTally:
         """Return the tally of both."""
-        last = self.last.merge(later.last) if self.last is not None and later.last is not None else None
         return StatesTally(
             self.samples + later.samples,
             tuple(one.merge(other) for one, other in zip(self.layers, later.layers, strict=True)),
             tuple(one.merge(other) for one, other in zip(self.neighbours, later.neighbours, strict=True)),
-            last,
+            merge_known(self.last, later.last),
             self.shared if self.shared == later.shared else -1,
         )
 
@@ -71,10 +71,9 @@ class ShardTally:
 
     def merge(self, later: ShardTally) -> ShardTally:
         """Return the tally of both."""
-        states = self.states or later.states
-        if self.states and later.states:
-            states = self.states.merge(later.states)
-        return ShardTally(self.samples + later.samples, self.tokens.merge(later.tokens), states)
+        return ShardTally(
+            self.samples + later.samples, self.tokens.merge(later.tokens), merge_known(self.states, later.states)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class ShardSurvey:
         columns = ([LAYERS] if self.slots else []) + ([LAST] if own_last else [])
         schema = cache.schema
         tallies = [empty_tally(schema.hidden_size, schema.dtype) for _ in range(len(self.slots) + own_last)]
-        near = [Moments() for _ in self.slots[1:]]
+        near = [NO_NUMBERS for _ in self.slots[1:]]
         for states, starts_sample in _read_states(cache, rows, columns, self.slots):
             blocks = [tally_block(layer, schema.dtype, starts_sample=starts_sample) for layer in states]
             tallies = [old.merge(new.tally) for old, new in zip(tallies, blocks, strict=True)]
@@ -194,34 +193,42 @@ def _opened(storage: Storage, store_id: str, survey: str) -> Cache:  # noqa: ARG
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What of a store is read.
+class Rules:
+    """What of a store is read, and by which measure.
 
     ``layers`` are captured layers by id, None for all; ``last`` says whether the last hidden states are read;
-    ``samples`` is how many samples are drawn at random by ``seed``, None for all.
+    ``samples`` is how many samples are drawn at random by ``seed``, None for all; ``outlier_factor`` see
+    `summarise_layer`.
     """
 
     layers: tuple[int, ...] | None = None
     last: bool = True
     samples: int | None = None
     seed: int = 0
+    outlier_factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise ValueError(f"--samples must be >= 1, got {self.samples}")
+        if not self.outlier_factor >= 1:
+            raise ValueError(f"--outlier-factor must be >= 1, got {self.outlier_factor}")
 
 
 @dataclass(frozen=True, slots=True)
 class StatsSurvey:
-    """What the pass found: the merged tally, None for a store without samples, and what it is of.
+    """What the pass found: the merged tally, and what it is of.
 
     ``layers`` are the ids of the layers in the tally, ascending; ``captured`` the shards whose states can be read.
     """
 
-    tally: ShardTally | None
+    tally: ShardTally
     layers: tuple[int, ...]
     captured: int
 
 
 def tally_store(
     cache: Cache,
-    selection: Selection,
+    rules: Rules,
     *,
     workers: Workers | None = None,
     progress: Callable[[int], None] | None = None,
@@ -229,18 +236,20 @@ def tally_store(
     """Read the selected samples of every shard once, and of captured shards their states.
 
     ``workers`` do it, by default this process's threads; the result is the same, bit by bit. ``progress`` is called
-    with the samples of each shard that is done. Raises ValueError for a layer that was not captured, too few samples
-    or a store in its token phase, and, naming the object, DamagedStoreError or OSError.
+    with the samples of each shard that is done. Raises ValueError for a layer that was not captured or a store
+    in its token phase, and, naming the object, DamagedStoreError or OSError.
     """
     if cache.record.phase == "tokens":
         raise ValueError(
             f"store at {cache.storage} is still in its token phase: its samples cannot be read yet; "
             "ask again when its states are being captured"
         )
-    layers = tuple(sorted(set(cache.layer_ids if selection.layers is None else selection.layers)))
+    layers = tuple(sorted(set(cache.layer_ids if rules.layers is None else rules.layers)))
     slots = tuple(chosen_slots(cache.schema, layers))
-    samples = choose_samples(len(cache), selection)
-    shards = _shards_of(samples, cache)
+    samples = choose_samples(len(cache), rules)
+    chosen: Sequence[int] = range(cache.schema.tokens.num_shards)
+    if samples is not None:
+        chosen = np.unique(samples // cache.schema.shard_size).tolist()
     captured = cache.index.committed()
     task = ShardSurvey(
         storage=cache.storage,
@@ -249,36 +258,27 @@ def tally_store(
         samples=samples,
         captured=frozenset(captured),
         slots=slots,
-        last=selection.last,
+        last=rules.last,
         vocabulary=vocabulary_size(cache),
     )
-    tree = MergeTree[ShardTally](len(shards))
-    places = {shard: place for place, shard in enumerate(shards)}
+    tree = MergeTree[ShardTally](len(chosen))
+    places = {shard: place for place, shard in enumerate(chosen)}
     with task:
-        for shard, part in (workers or Workers()).each(task, shards):
+        for shard, part in (workers or Workers()).each(task, chosen):
             tree.add(places[shard], part)
             if progress is not None:
                 progress(part.samples)
-    return StatsSurvey(tree.result(), layers, len(captured))
+    return StatsSurvey(tree.result() or ShardTally(0, empty_tokens(None), None), layers, len(captured))
 
 
-def choose_samples(count: int, selection: Selection) -> np.ndarray | None:
-    """Return the samples to read of ``count``, ascending int64; None for all. ValueError when none are asked for.
+def choose_samples(count: int, rules: Rules) -> np.ndarray | None:
+    """Return the samples to read of ``count``, ascending int64; None for all.
 
     The draw depends on the seed and the number of samples alone.
     """
-    if selection.samples is None:
+    if rules.samples is None:
         return None
-    if selection.samples < 1:
-        raise ValueError(f"--samples must be >= 1, got {selection.samples}")
-    return np.sort(epoch_order(count, seed=selection.seed, epoch=0)[: selection.samples])
-
-
-def _shards_of(samples: np.ndarray | None, cache: Cache) -> list[int]:
-    if samples is None:
-        return list(range(cache.schema.tokens.num_shards))
-    shards: list[int] = np.unique(samples // cache.schema.shard_size).tolist()
-    return shards
+    return np.sort(epoch_order(count, seed=rules.seed, epoch=0)[: rules.samples])
 
 
 def vocabulary_size(cache: Cache) -> int | None:

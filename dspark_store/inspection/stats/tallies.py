@@ -22,51 +22,49 @@ _MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """What is kept of some numbers: how many, their sum, the sum of their squares, the least and the greatest.
+class Moments[Number: (float, np.ndarray)]:
+    """What is kept of ``count`` numbers, or of vectors feature by feature: sum, sum of squares, least and greatest.
 
     Sums are float64. Without numbers ``low`` is infinite, ``high`` minus infinite, and there is no mean.
     """
 
-    count: int = 0
-    total: float = 0.0
-    square: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
+    count: int
+    total: Number
+    square: Number
+    low: Number
+    high: Number
 
-    def merge(self, later: Moments) -> Moments:
+    def merge(self, later: Moments[Number]) -> Moments[Number]:
         """Return the moments of both."""
         return Moments(
             self.count + later.count,
             self.total + later.total,
             self.square + later.square,
-            min(self.low, later.low),
-            max(self.high, later.high),
+            np.minimum(self.low, later.low),
+            np.maximum(self.high, later.high),
         )
 
     @property
-    def mean(self) -> float | None:
+    def mean(self) -> Number | None:
         """The mean, None without numbers."""
         return self.total / self.count if self.count else None
 
     @property
-    def std(self) -> float | None:
+    def std(self) -> Number | None:
         """The standard deviation of these very numbers, not an estimate of a larger set's; None without numbers."""
-        if not self.count:
-            return None
-        mean = self.total / self.count
-        return math.sqrt(max(0.0, self.square / self.count - mean * mean))
+        mean = self.mean
+        return None if mean is None else np.sqrt(np.maximum(0.0, self.square / self.count - mean * mean))
 
 
-def moments_of(values: np.ndarray) -> Moments:
+NO_NUMBERS = Moments(0, 0.0, 0.0, math.inf, -math.inf)
+
+
+def moments_of(values: np.ndarray) -> Moments[float]:
     """Return the moments of finite float64 numbers."""
     if not values.size:
-        return Moments()
-    return Moments(values.size, float(values.sum()), float((values * values).sum()), *_ends(values))
-
-
-def _ends(values: np.ndarray) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
+        return NO_NUMBERS
+    square = float((values * values).sum())
+    return Moments(values.size, float(values.sum()), square, float(values.min()), float(values.max()))
 
 
 def count_bins(values: np.ndarray) -> np.ndarray:
@@ -147,19 +145,16 @@ def _sum(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 class StateTally:
     """Of the tokens of a layer whose H values are all finite: what their means and spreads follow from.
 
-    ``channel_sum`` and ``channel_square`` (H,) are float64 sums, ``channel_low`` and ``channel_high`` (H,) the ends;
-    ``norms`` are of the tokens' Euclidean norms, ``norm_bins`` their histogram, ``first`` those of samples' first
-    tokens. Counted over all tokens: ``exponents`` (2^bits,) the values by their stored exponent, whose last entry is
-    of values that are not finite, ``zeros``, and ``nonfinite_tokens`` those with such a value.
+    ``channels`` are the moments of their states, (H,) each; ``norms`` those of the tokens' Euclidean norms,
+    ``norm_bins`` their histogram, ``first`` those of samples' first tokens. Counted over all tokens: ``exponents``
+    (2^bits,) the values by their stored exponent, whose last entry is of values that are not finite, ``zeros``, and
+    ``nonfinite_tokens`` those with such a value.
     """
 
-    channel_sum: np.ndarray
-    channel_square: np.ndarray
-    channel_low: np.ndarray
-    channel_high: np.ndarray
-    norms: Moments
+    channels: Moments[np.ndarray]
+    norms: Moments[float]
     norm_bins: np.ndarray
-    first: Moments
+    first: Moments[float]
     exponents: np.ndarray
     zeros: int
     nonfinite_tokens: int
@@ -167,10 +162,7 @@ class StateTally:
     def merge(self, later: StateTally) -> StateTally:
         """Return the tally of both."""
         return StateTally(
-            self.channel_sum + later.channel_sum,
-            self.channel_square + later.channel_square,
-            np.minimum(self.channel_low, later.channel_low),
-            np.maximum(self.channel_high, later.channel_high),
+            self.channels.merge(later.channels),
             self.norms.merge(later.norms),
             self.norm_bins + later.norm_bins,
             self.first.merge(later.first),
@@ -183,18 +175,9 @@ class StateTally:
 def empty_tally(width: int, dtype: CacheDtype) -> StateTally:
     """Return the tally of no tokens of ``width`` features."""
     zeros = np.zeros(width)
-    return StateTally(
-        zeros,
-        zeros,
-        np.full(width, np.inf),
-        np.full(width, -np.inf),
-        Moments(),
-        np.zeros(BINS, np.int64),
-        Moments(),
-        np.zeros(exponent_count(dtype), np.int64),
-        0,
-        0,
-    )
+    channels = Moments(0, zeros, zeros, np.full(width, np.inf), np.full(width, -np.inf))
+    exponents = np.zeros(exponent_count(dtype), np.int64)
+    return StateTally(channels, NO_NUMBERS, np.zeros(BINS, np.int64), NO_NUMBERS, exponents, 0, 0)
 
 
 def exponent_count(dtype: CacheDtype) -> int:
@@ -228,16 +211,19 @@ def tally_block(states: torch.Tensor, dtype: CacheDtype, *, starts_sample: bool)
     kept = values if finite.all() else values[finite]
     kept_norms = norms[finite]
     tally = StateTally(
-        values.sum(axis=0),
-        squares.sum(axis=0),
-        kept.min(axis=0, initial=np.inf),
-        kept.max(axis=0, initial=-np.inf),
+        Moments(
+            len(kept),
+            values.sum(axis=0),
+            squares.sum(axis=0),
+            kept.min(axis=0, initial=np.inf),
+            kept.max(axis=0, initial=-np.inf),
+        ),
         moments_of(kept_norms),
         count_bins(kept_norms),
-        moments_of(norms[:1][finite[:1]]) if starts_sample else Moments(),
+        moments_of(norms[:1][finite[:1]]) if starts_sample else NO_NUMBERS,
         exponents,
         zeros,
-        int(len(finite) - finite.sum()),
+        len(finite) - len(kept),
     )
     return TallyBlock(tally, values, norms, finite)
 
@@ -252,7 +238,7 @@ def _count_exponents(bits: np.ndarray, dtype: CacheDtype) -> tuple[np.ndarray, i
     return counts, zeros
 
 
-def cosines(lower: TallyBlock, upper: TallyBlock) -> Moments:
+def cosines(lower: TallyBlock, upper: TallyBlock) -> Moments[float]:
     """Return the cosines between the states of the same tokens in two layers.
 
     A token is left out where a state is zero or has a value that is not finite.

@@ -9,8 +9,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from dspark_store.inspection.stats.page import render_page
-from dspark_store.inspection.stats.report import Rules, figure_text, measure_store
-from dspark_store.inspection.stats.survey import Selection
+from dspark_store.inspection.stats.report import figure_text, measure_store
+from dspark_store.inspection.stats.survey import Rules
 from dspark_store.readers.cache import open_cache
 from tests.stores import Shape, build_store
 
@@ -103,14 +103,14 @@ def test_a_growing_store_says_so(tmp_path):
 
 def test_a_draw_says_so(tmp_path):
     store = build_store(tmp_path)
-    assert "A random part of the store was read" in render_page(statistics_of(store.path, Rules(Selection(samples=2))))
+    assert "A random part of the store was read" in render_page(statistics_of(store.path, Rules(samples=2)))
 
 
 @pytest.mark.parametrize("layers", [(), (2,), (2, 5)])
 def test_a_choice_of_layers_has_a_page_too(tmp_path, layers):
     store = build_store(tmp_path)
     for last in (False, True):
-        render_page(statistics_of(store.path, Rules(Selection(layers, last))))
+        render_page(statistics_of(store.path, Rules(layers, last)))
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1, 1)])

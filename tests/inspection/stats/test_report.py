@@ -16,8 +16,8 @@ from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats import survey as shard_survey
-from dspark_store.inspection.stats.report import Rules, figure_text, measure_store
-from dspark_store.inspection.stats.survey import Selection
+from dspark_store.inspection.stats.report import figure_text, measure_store
+from dspark_store.inspection.stats.survey import Rules
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import write_token_shard
@@ -30,10 +30,6 @@ def measure(path, rules=None, **options):
     """Return the statistics as a reader of the file gets them."""
     cache = open_cache(path, allow_incomplete=True)
     return json.loads(json.dumps(measure_store(cache, rules or Rules(), **options), allow_nan=False))
-
-
-def rules(factor=10.0, **selection):
-    return Rules(Selection(**selection), factor)
 
 
 @pytest.fixture(scope="module")
@@ -190,31 +186,31 @@ def test_a_store_in_its_token_phase_is_refused(tmp_path):
 
 
 def test_chosen_layers_are_those_of_the_whole(store):
-    whole, part = measure(store.path), measure(store.path, rules(layers=(5, -1), last=False))
+    whole, part = measure(store.path), measure(store.path, Rules(layers=(5, -1), last=False))
     assert part["layers"] == [whole["layers"][0], whole["layers"][2]]
     assert [(pair["lower"], pair["upper"]) for pair in part["neighbours"]] == [(-1, 5)]
     assert part["last_hidden_states"] is None
-    only = measure(store.path, rules(layers=(), last=True))
+    only = measure(store.path, Rules(layers=(), last=True))
     assert (only["layers"], only["last_hidden_states"]) == ([], whole["last_hidden_states"])
     with pytest.raises(ValueError, match="layer 3 was not captured"):
-        measure(store.path, rules(layers=(3,)))
+        measure(store.path, Rules(layers=(3,)))
 
 
 def test_a_draw_is_of_that_many_samples_and_follows_its_seed(store):
-    draws = [measure(store.path, rules(samples=3, seed=seed)) for seed in (1, 1, 2)]
+    draws = [measure(store.path, Rules(samples=3, seed=seed)) for seed in (1, 1, 2)]
     assert draws[0] == draws[1]
     assert draws[0]["layers"] != draws[2]["layers"]
     assert (draws[0]["read"]["samples"], draws[0]["read"]["drawn"], draws[0]["read"]["seed"]) == (3, True, 1)
     assert draws[0]["lengths"]["samples"] == 7
-    everything = measure(store.path, rules(samples=99))
+    everything = measure(store.path, Rules(samples=99))
     assert everything["layers"] == measure(store.path)["layers"]
     with pytest.raises(ValueError, match="--samples must be >= 1, got 0"):
-        measure(store.path, rules(samples=0))
+        measure(store.path, Rules(samples=0))
 
 
 def test_outliers_are_times_of_the_median_channel(tmp_path):
     built = build_store(tmp_path, shape=Shape(hidden_size=8))
-    figures = measure(built.path, rules(factor=1.0))["layers"][0]["channels"]["outliers"]
+    figures = measure(built.path, Rules(outlier_factor=1.0))["layers"][0]["channels"]["outliers"]
     values = values_of(built, 1)
     greatest, std = np.abs(values).max(axis=0), values.std(axis=0)
     found = (greatest > np.median(greatest)) | (std > np.median(std))

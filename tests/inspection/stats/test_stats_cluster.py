@@ -9,7 +9,8 @@ from distributed import LocalCluster
 
 from dspark_store.cli.main import main
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.inspection.stats.report import Rules, measure_store
+from dspark_store.inspection.stats.report import measure_store
+from dspark_store.inspection.stats.survey import Rules
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store
 

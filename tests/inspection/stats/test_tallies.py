@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dspark_store.format.dtypes import CACHE_DTYPES, cache_dtype
 from dspark_store.inspection.stats.tallies import (
     BINS,
+    NO_NUMBERS,
     PER_OCTAVE,
-    Moments,
     StateTally,
     cosines,
     count_bins,
@@ -38,7 +38,7 @@ def test_merged_moments_are_those_of_all_numbers(one, other):
 
 def test_no_numbers_have_no_mean():
     none = moments_of(np.array([]))
-    assert none == Moments()
+    assert none == NO_NUMBERS
     assert (none.mean, none.std) == (None, None)
     assert none.merge(moments_of(np.array([3.0]))) == moments_of(np.array([3.0]))
 
@@ -86,9 +86,9 @@ def test_sums_and_ends_are_those_of_the_values(dtype):
     states = states_of(dtype)
     values = states.double().numpy()
     tally = tally_of(states, dtype)
-    np.testing.assert_allclose(tally.channel_sum, values.sum(axis=0), rtol=1e-12, atol=1e-9)
-    np.testing.assert_allclose(tally.channel_square, (values**2).sum(axis=0), rtol=1e-12)
-    assert (tally.channel_low.tolist(), tally.channel_high.tolist()) == (
+    np.testing.assert_allclose(tally.channels.total, values.sum(axis=0), rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(tally.channels.square, (values**2).sum(axis=0), rtol=1e-12)
+    assert (tally.channels.low.tolist(), tally.channels.high.tolist()) == (
         values.min(axis=0).tolist(),
         values.max(axis=0).tolist(),
     )
@@ -130,16 +130,16 @@ def test_a_token_that_is_not_finite_is_counted_and_left_out(bad):
     states[5, 2] = states[5, 3] = bad
     tally = tally_of(states, "bf16", step=100)
     assert (tally.nonfinite_tokens, int(tally.exponents[-1]), tally.norms.count) == (1, 2, 39)
-    np.testing.assert_allclose(tally.channel_sum, good.channel_sum, rtol=1e-12, atol=1e-9)
-    assert tally.channel_high.tolist() == good.channel_high.tolist()
-    assert tally.channel_low.tolist() == good.channel_low.tolist()
+    np.testing.assert_allclose(tally.channels.total, good.channels.total, rtol=1e-12, atol=1e-9)
+    assert tally.channels.high.tolist() == good.channels.high.tolist()
+    assert tally.channels.low.tolist() == good.channels.low.tolist()
     assert (tally.norms.low, tally.norms.high) == (good.norms.low, good.norms.high)
 
 
 def test_no_tokens_are_tallied_as_nothing():
     tally = tally_of(torch.full((1, 4), float("nan"), dtype=torch.bfloat16), "bf16")
     assert (tally.norms.count, tally.first.count, tally.nonfinite_tokens) == (0, 0, 1)
-    assert np.isinf(tally.channel_low).all()
+    assert np.isinf(tally.channels.low).all()
 
 
 def test_large_values_do_not_overflow():
