@@ -4,17 +4,16 @@ import glob
 import hashlib
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from os import PathLike, fspath
 from pathlib import Path
 from stat import S_ISREG
 
-from dspark_store.sources.jsonl import JsonlRows, JsonRows
+from dspark_store.sources.jsonl import GZIP, ZSTD, JsonlRows, JsonRows, Spool, compression_of, unpack
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.spool import GZIP, ZSTD, Spool, compression_of, unpack
 from dspark_store.sources.tables import PARQUET_MAGIC, HubRows, ParquetRows, is_saved_dataset
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -56,8 +55,8 @@ def open_rows(
     given = [data] if isinstance(data, str | PathLike) else list(data)
     if not given:
         raise SourceError("no data was given; expected a file or a list of files")
-    chosen = _Columns(columns or {}, text_column)
-    parts = [_open(name, split, subset, chosen) for item in given for name in _expanded(item)]
+    chosen = columns or {}, text_column
+    parts = [_open(name, split, subset, *chosen) for item in given for name in _expanded(item)]
     rows = parts[0] if len(parts) == 1 else ManyRows(parts)
     if not len(rows):
         raise SourceError(
@@ -71,16 +70,13 @@ def are_json(rows: Rows) -> bool:
     return all(map(are_json, rows.parts)) if isinstance(rows, ManyRows) else isinstance(rows, JsonlRows | JsonRows)
 
 
-class ManyRows:
+class ManyRows(Rows):
     """The rows of several files, one after the other. At most 64 of the files are open at a time."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         """Hash the parts' hashes in order."""
         self.parts = parts
-        self.unread: dict[str, int] = {}
-        for part in parts:
-            for name, count in part.unread.items():
-                self.unread[name] = self.unread.get(name, 0) + count
+        self.unread = sum((Counter(part.unread) for part in parts), Counter())
         self._ends = list(accumulate(map(len, parts)))
         self._open: dict[int, None] = {}
         self.content_sha256 = hashlib.sha256("".join(part.content_sha256 for part in parts).encode()).hexdigest()
@@ -158,32 +154,22 @@ def _holds_lines(path: Path) -> bool:
     return inner.suffix.lower() in LINE_SUFFIXES and path.is_file()
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    columns: Mapping[str, str]
-    text_column: str | None
-
-
-def _open(name: str, split: str | None, subset: str | None, chosen: _Columns) -> Rows:
+def _open(
+    name: str, split: str | None, subset: str | None, columns: Mapping[str, str], text_column: str | None
+) -> Rows:
     path = Path(name)
     if name.startswith(HUB_PREFIX) or (not path.exists() and _may_be_on_the_hub(name)):
-        return HubRows(
-            name.removeprefix(HUB_PREFIX),
-            split=split,
-            subset=subset,
-            columns=chosen.columns,
-            text_column=chosen.text_column,
-        )
+        return HubRows(name.removeprefix(HUB_PREFIX), columns, text_column, split=split, subset=subset)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; expected a .jsonl, .json or .parquet file of conversations")
     if path.is_dir():
-        return HubRows(name, split=split, columns=chosen.columns, text_column=chosen.text_column)
+        return HubRows(name, columns, text_column, split=split)
     if not S_ISREG(path.stat().st_mode):
         raise SourceError(f"{path} is not a regular file, and rows are read by offset; write them to a file first")
-    return _open_file(path, chosen)
+    return _open_file(path, columns, text_column)
 
 
-def _open_file(path: Path, chosen: _Columns) -> Rows:
+def _open_file(path: Path, columns: Mapping[str, str], text_column: str | None) -> Rows:
     suffix = path.suffix.lower()
     promised = COMPRESSED_SUFFIXES.get(suffix)
     with path.open("rb") as file:
@@ -192,7 +178,7 @@ def _open_file(path: Path, chosen: _Columns) -> Rows:
     if promised is not None and found != promised and head:
         raise SourceError(f"{path} is not compressed as its name says; name it by what it holds")
     if suffix == ".parquet":
-        return ParquetRows(path, chosen.columns, chosen.text_column)
+        return ParquetRows(path, columns, text_column)
     if head == PARQUET_MAGIC:
         raise SourceError(f"{path} is a parquet file; name it .parquet")
     spool = unpack(path, found) if found is not None else None

@@ -1,9 +1,11 @@
-"""Rows of data, whatever holds them: the protocol, the reading of JSON text, and rows that are tokens already."""
+"""Rows of data: what their readers give, the reading of JSON text, and rows that are tokens already."""
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from typing import NoReturn, Protocol, cast
+from types import MappingProxyType
+from typing import NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,28 +50,36 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 type RowData = bytes | dict[str, JsonValue]  # JSON text, not yet checked, or the object
 
 
-class Rows(Protocol):
-    """Rows that were counted and hashed once, and are now given by their numbers."""
+class Rows(ABC):
+    """Rows that were counted and hashed once, and are now given by their numbers.
 
+    Attributes:
+        name: of the file or the dataset.
+        content_sha256: of all that rule 1 reads.
+        beside_sha256: of what it does not read and is no part of the other; None for nothing.
+        unread: columns that are not read, and may matter, and how many rows have a value there.
+
+    """
+
+    name: str
     content_sha256: str
-    beside_sha256: str | None  # of what rule 1 did not read and is no part of the other; None for nothing
-    unread: dict[str, int]  # columns that are not read, and may matter, and how many rows have a value there
+    beside_sha256: str | None = None
+    unread: Mapping[str, int] = MappingProxyType({})
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
-    def where(self, row: int) -> str:
-        """Return the file and the place in it, for messages."""
-        ...
-
+    @abstractmethod
     def take(self, rows: Sequence[int]) -> list[RowData]:
         """Return the given rows; SourceError if the data is no longer what was counted."""
-        ...
 
-    def close(self) -> None:
+    def where(self, row: int) -> str:
+        """Return the file and the place in it, for messages: rows are counted from 1."""
+        return f"{self.name}, row {row + 1}"
+
+    def close(self) -> None:  # noqa: B027 - most have nothing open
         """Let go of open files; `take` opens them again."""
-        ...
 
 
 def parse_row(data: RowData) -> tuple[dict[str, JsonValue], bool]:

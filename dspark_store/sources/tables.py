@@ -2,18 +2,16 @@
 
 import hashlib
 import json
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.rows import BESIDE, HARMLESS, NUMBERS, RowData, choose_columns, without_null_keys
+from dspark_store.sources.jsonl import JsonlRows, Spool
+from dspark_store.sources.rows import BESIDE, HARMLESS, NUMBERS, RowData, Rows, choose_columns, without_null_keys
 from dspark_store.sources.source import SourceError
-from dspark_store.sources.spool import Spool
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -26,7 +24,7 @@ _JUMPS_BEFORE_SPOOL = 8
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
-class ParquetRows:
+class ParquetRows(Rows):
     """The rows of one parquet file.
 
     In order, one row group is in memory at a time. Read in another order, the rows are first written as JSON lines
@@ -41,40 +39,32 @@ class ParquetRows:
             ImportError: the extra `parquet` is not installed.
 
         """
-        self._path = path
+        self.name, self._path = str(path), path
         self._group = -1
         self._table: Any = None
         self._jumps = 0
-        self._spool: Spool | None = None
-        self._offsets = array("q")
+        self._spooled: JsonlRows | None = None
         self._file: pq.ParquetFile | None = None
         file = self._opened()
         names = file.schema_arrow.names
         self._columns = choose_columns(str(path), names, columns, text_column)
-        self.unread: dict[str, int] = {
-            name: self._filled(name) for name in names if name not in {*self._columns, *HARMLESS}
-        }
+        self.unread = {name: self._filled(name) for name in names if name not in {*self._columns, *HARMLESS}}
         counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         with path.open("rb") as raw:
             self.content_sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-        self.beside_sha256: str | None = None
         self.close()
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return int(self._starts[-1])
 
-    def where(self, row: int) -> str:
-        """Return the file and the row, counted from 1."""
-        return f"{self._path}, row {row + 1}"
-
     def take(self, rows: Sequence[int]) -> list[RowData]:
         """Return the given rows as objects; SourceError if a row group cannot be read."""
-        if self._spool is None and self._jumps > _JUMPS_BEFORE_SPOOL:
-            self._write_spool()
-        if self._spool is not None:
-            return [self._line(self._spool, row) for row in rows]
+        if self._spooled is None and self._jumps > _JUMPS_BEFORE_SPOOL:
+            self._spooled = self._as_lines()
+        if self._spooled is not None:
+            return self._spooled.take(rows)
         taken: list[RowData] = []
         first = 0
         while first < len(rows):  # runs of consecutive rows
@@ -112,7 +102,7 @@ class ParquetRows:
             group = int(np.searchsorted(self._starts, start, side="right")) - 1
             end = min(stop, int(self._starts[group + 1]))
             table = self._row_group(group)
-            taken.extend(_objects(table.slice(start - int(self._starts[group]), end - start)))
+            taken += _without_nulls(table.slice(start - int(self._starts[group]), end - start).to_pylist())
             start = end
         return taken
 
@@ -126,22 +116,16 @@ class ParquetRows:
             self._group = group
         return self._table
 
-    def _write_spool(self) -> None:
+    def _as_lines(self) -> JsonlRows:
         spool = Spool(self._path, compressed=False)
-        position = 0
         try:
             for batch in self._opened().iter_batches(_PARQUET_ROWS, columns=self._columns):
-                for row in _objects(batch):
-                    self._offsets.append(position)
-                    position += spool.write(json.dumps(row).encode() + b"\n")
+                for row in _without_nulls(batch.to_pylist()):
+                    spool.write(json.dumps(row).encode() + b"\n")
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
-        self._spool = spool
         self.close()
-
-    def _line(self, spool: Spool, row: int) -> bytes:
-        spool.file.seek(self._offsets[row])
-        return spool.file.readline()
+        return JsonlRows(self._path, spool)
 
     def _opened(self) -> "pq.ParquetFile":
         if self._file is None:
@@ -162,11 +146,11 @@ class ParquetRows:
         return SourceError(f"{self._path} cannot be read as parquet ({' '.join(str(error).split())})")
 
 
-def _objects(table: Any) -> list[RowData]:  # noqa: ANN401 - a pyarrow table or batch
-    return [cast("dict[str, JsonValue]", without_null_keys(row, NUMBERS)) for row in table.to_pylist()]
+def _without_nulls(rows: Iterable[dict[str, JsonValue]]) -> list[RowData]:
+    return [cast("dict[str, JsonValue]", without_null_keys(row, NUMBERS)) for row in rows]
 
 
-class HubRows:
+class HubRows(Rows):
     """The rows of one split of a dataset, memory-mapped by the library `datasets`.
 
     The content hash is over the rows' values, so that it does not depend on how and where the library keeps them.
@@ -175,32 +159,32 @@ class HubRows:
     def __init__(
         self,
         name: str,
+        columns: Mapping[str, str],
+        text_column: str | None,
         *,
         split: str | None,
         subset: str | None = None,
-        columns: Mapping[str, str] = MappingProxyType({}),
-        text_column: str | None = None,
     ) -> None:
         """Load the split and read it once, for its SHA-256.
 
         Args:
             name: a name on the hub, or a directory that `save_to_disk` wrote.
-            split: the split's name; None for `train` or the only one.
-            subset: the name of the configuration.
             columns: the columns that stand for our names.
             text_column: the only column that is read.
+            split: the split's name; None for `train` or the only one.
+            subset: the name of the configuration.
 
         Raises:
             SourceError: there is no such dataset or split, or it has no column of conversations or tokens.
             ImportError: the extra `hf` is not installed.
 
         """
-        self._name = name
+        self.name = name
         dataset = _load(name, split, subset)
         chosen = choose_columns(f"dataset {name}", dataset.column_names, columns, text_column)
         self._dataset = dataset.select_columns(chosen).with_format(None)
         unread = [column for column in dataset.column_names if column not in {*chosen, *HARMLESS}]
-        self.unread: dict[str, int] = {column: _filled(dataset, column) for column in unread}
+        self.unread = {column: _filled(dataset, column) for column in unread}
         beside = {columns.get(name, name) for name in BESIDE[1:]} & set(chosen)
         digest, digest_beside = hashlib.sha256(), hashlib.sha256()
         for batch in self._dataset.iter(_DATASET_ROWS):
@@ -215,19 +199,9 @@ class HubRows:
         """Return the number of rows."""
         return len(self._dataset)
 
-    def where(self, row: int) -> str:
-        """Return the dataset and the row, counted from 1."""
-        return f"{self._name}, row {row + 1}"
-
     def take(self, rows: Sequence[int]) -> list[RowData]:
         """Return the given rows as objects."""
-        return [
-            cast("dict[str, JsonValue]", without_null_keys(cast(JsonValue, row), NUMBERS))
-            for row in _objects_of_columns(self._dataset[list(rows)])
-        ]
-
-    def close(self) -> None:
-        """Do nothing: the data is memory-mapped."""
+        return _without_nulls(_objects_of_columns(self._dataset[list(rows)]))
 
 
 def is_saved_dataset(path: Path) -> bool:

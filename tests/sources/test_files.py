@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dspark_store.sources import spool
+from dspark_store.sources import jsonl
 from dspark_store.sources.files import LARGEST_DOCUMENT, open_rows
 from dspark_store.sources.rows import parse_row
 from dspark_store.sources.source import SourceError
@@ -59,7 +59,7 @@ def test_a_compressed_file_that_is_cut_or_damaged_says_so(tmp_path, name, pack):
 @pytest.mark.parametrize(("name", "pack"), PACKED[:2])
 def test_a_compressed_file_that_would_fill_a_disk_is_refused_in_bounded_memory(tmp_path, monkeypatch, name, pack):
     (tmp_path / name).write_bytes(pack(b"[" + b" " * 200_000_000))
-    monkeypatch.setattr(spool, "LEAST_LIMIT", 1_000_000)
+    monkeypatch.setattr(jsonl, "LEAST_LIMIT", 1_000_000)
     tracemalloc.start()
     with pytest.raises(
         SourceError, match=rf"{name} has [\d,]+ bytes and unpacks to more than .* name the unpacked file"
