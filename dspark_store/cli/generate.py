@@ -15,7 +15,7 @@ from dspark_store.cli.options import add_settings, setting_values
 from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.progress import start_progress
 from dspark_store.settings import fill_settings, settings_of
-from dspark_store.target.settings import Sampling
+from dspark_store.target.answers import Sampling
 from dspark_store.text import say
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +25,7 @@ from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
-from dspark_store.target.axes import ShardGroups, open_shard_groups
+from dspark_store.target.axes import open_shard_groups
 from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
 from dspark_store.target.layers import cut_target_config, resolve_reduced_target_layers
 from dspark_store.target.load import input_device, load_target, load_target_config, read_model_type, text_config
@@ -164,7 +165,7 @@ class JobTarget:
     num_layers: int | None
     device: torch.device = field(init=False)
     control: ControlGroups = field(init=False, default_factory=lambda: ControlGroups(None, None))
-    _groups: ShardGroups | None = field(init=False, default=None)
+    _groups: DeviceMesh | None = field(init=False, default=None)
     _loaded: ShardedTarget | None = field(init=False, default=None)
     _offload: TemporaryDirectory[str] | None = field(init=False, default=None)
 

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from dspark_store.settings import setting
 
-from dspark_store.target.settings import Sampling
+if TYPE_CHECKING:  # a command that only shows its flags imports this module too
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn: at ``temperature`` 0 the likeliest token, else from the likeliest ``top_p`` of them.
+
+    ``max_new_tokens`` ends an answer that does not end by itself.
+    """
+
+    max_new_tokens: int = setting("where an answer is cut", 320, group="answers")
+    temperature: float = setting("0 takes the likeliest token", 0.7, group="answers")
+    top_p: float = setting("the share of likely tokens to draw from", 0.95, group="answers")
+    seed: int = setting("seed of the draws", 42, group="answers")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +56,10 @@ class Answerer:
         pad = tokenizer.pad_token_id
         self._pad = int(pad) if isinstance(pad, int) else (self._ends[0] if self._ends else 0)
 
-    @torch.inference_mode()
     def answer(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Answer]:
         """Return what the target says behind each prompt's tokens; ``batch`` is the number of this batch."""
+        import torch
+
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), longest), self._pad)
         attention = torch.zeros_like(ids)
@@ -44,7 +67,7 @@ class Answerer:
             ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
             attention[row, longest - len(prompt) :] = 1
         device = self._model.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.inference_mode(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._sampling.seed * 1_000_003 + batch)
             generated = self._model.generate(  # type: ignore[operator] # untyped in transformers
                 ids.to(device), attention_mask=attention.to(device), generation_config=self._config()
@@ -52,6 +75,8 @@ class Answerer:
         return [self._read(row.tolist()) for row in generated[:, longest:]]
 
     def _config(self) -> GenerationConfig:
+        from transformers import GenerationConfig
+
         sampling = self._sampling
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(  # type: ignore[no-untyped-call] # untyped in transformers

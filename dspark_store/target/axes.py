@@ -1,7 +1,6 @@
 """The axes along which ranks share a target's weights: tensor, expert and fully sharded data parallelism."""
 
 import re
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -29,23 +28,10 @@ _EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
 _IN_ORDER = "dspark_store_in_order"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardGroups:
-    """One process group for each axis and rank, within the default group."""
+def open_shard_groups(plan: ParallelPlan, device: torch.device) -> DeviceMesh | None:
+    """Make the process groups of `plan`: replica, fsdp, pp, ep, tp. None when it shards nothing.
 
-    mesh: DeviceMesh
-
-    def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of this rank along `name`: fsdp, pp, ep, tp or replica."""
-        return self.mesh[name]
-
-    def group(self, name: str) -> dist.ProcessGroup:
-        """The process group of this rank along `name`."""
-        return self.mesh.get_group(name)
-
-
-def open_shard_groups(plan: ParallelPlan, device: torch.device) -> ShardGroups | None:
-    """Make the process groups of `plan`; None when it shards nothing. A collective over the default process group.
+    A collective over the default process group.
 
     Raises ValueError when the default group has another number of ranks than the plan.
     """
@@ -55,7 +41,7 @@ def open_shard_groups(plan: ParallelPlan, device: torch.device) -> ShardGroups |
     if world_size != plan.world_size:
         raise ValueError(f"the plan is for {plan.world_size} processes: there are {world_size}")
     shape = (plan.replicas, plan.fsdp, plan.pp, plan.ep, plan.tp)
-    return ShardGroups(init_device_mesh(device.type, shape, mesh_dim_names=_AXES))
+    return init_device_mesh(device.type, shape, mesh_dim_names=_AXES)
 
 
 def rules_by_name(base: nn.Module, plan: dict[str, str]) -> dict[str, str]:

@@ -26,18 +26,6 @@ from transformers import (
 from dspark_store.target.layers import cut_target_config
 from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
 
-
-def has_accelerate() -> bool:
-    """Whether accelerate is installed."""
-    return importlib.util.find_spec("accelerate") is not None
-
-
-def require_accelerate(what: str) -> None:
-    """Raise ImportError saying that `what` needs accelerate, and how to install it, where it is not installed."""
-    if not has_accelerate():
-        raise ImportError(f"{what} needs accelerate, not installed: pip install 'dspark-store[accelerate]'")
-
-
 logger = logging.getLogger(__name__)
 
 _REFUSED_MODEL_TYPES = frozenset({"minimax_m3_vl"})
@@ -164,25 +152,51 @@ def load_target(
         if num_layers < depth:
             logger.warning("loading only the first %d of the target's %d layers (a diagnostic cut)", num_layers, depth)
     location = locate(source)
-    placement = _placement(device) if device_map is None else _mapped(device_map, max_memory, offload_folder)
-    what = "weights" if attn_implementation is None else f"weights (attention {attn_implementation!r})"
-    with one_line_errors(source, what):
-        loaded = language_model_class(config).from_pretrained(
-            location.name,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=source.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, all of them by name
-            **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
+    placement = direct_placement(device) if device_map is None else _mapped(device_map, max_memory, offload_folder)
+    target = read_weights(
+        source,
+        language_model_class(config),
+        config,
+        dtype,
+        attn_implementation,
+        {
+            "trust_remote_code": source.trust_remote_code,
             **_gguf_argument(location),
             **_gguf_unpacked(location),
             **placement,
-        )
-    target, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-    refuse_unloaded_weights(source, info)
+        },
+    )
     if not placement:
         target.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its overloads
+    return target
+
+
+def read_weights(
+    source: TargetSource,
+    model_class: type[AutoModelForCausalLM | AutoModelForMultimodalLM | PreTrainedModel],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    """Let transformers read the weights of a `model_class`, with its own `options`; frozen and in eval mode.
+
+    Raises ValueError, in one line that names the model, as `load_target` does.
+    """
+    attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    what = "weights" if attn_implementation is None else f"weights (attention {attn_implementation!r})"
+    with one_line_errors(source, what):
+        loaded = model_class.from_pretrained(
+            locate(source).name,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, all of them by name
+            **attention,
+            **options,
+        )
+    target, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    _refuse_unloaded_weights(source, info)
     target.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
     target.requires_grad_(False)
     return target
@@ -194,6 +208,16 @@ def input_device(target: PreTrainedModel) -> torch.device:
     hook = getattr(embedding, "_hf_hook", None)  # accelerate's, on the modules that a device map placed
     device = getattr(hook, "execution_device", None)
     return cast(torch.Tensor, embedding.weight).device if device is None else torch.device(device)
+
+
+def _has_accelerate() -> bool:
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def require_accelerate(what: str) -> None:
+    """Raise ImportError saying that `what` needs accelerate, and how to install it, where it is not installed."""
+    if not _has_accelerate():
+        raise ImportError(f"{what} needs accelerate, not installed: pip install 'dspark-store[accelerate]'")
 
 
 def _config_fields(source: TargetSource) -> dict[str, Any]:
@@ -224,9 +248,9 @@ def _gguf_unpacked(location: Location) -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
-def _placement(device: torch.device) -> dict[str, Any]:
+def direct_placement(device: torch.device) -> dict[str, Any]:
     """Load straight onto an accelerator where accelerate is installed, else by way of host memory."""
-    if device.type == "cpu" or not has_accelerate():
+    if device.type == "cpu" or not _has_accelerate():
         return {}
     return {"device_map": {"": device}}
 
@@ -239,7 +263,7 @@ def _mapped(
     return {"device_map": device_map, "max_memory": max_memory and dict(max_memory), **folder}
 
 
-def refuse_unloaded_weights(source: TargetSource, info: Mapping[str, Any]) -> None:
+def _refuse_unloaded_weights(source: TargetSource, info: Mapping[str, Any]) -> None:
     """Raise ValueError naming the weights that transformers' loading `info` says are absent or of another shape."""
     missing = sorted(str(name) for name in info["missing_keys"])
     mismatched = sorted(str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"])

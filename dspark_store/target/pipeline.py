@@ -13,12 +13,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.target.axes import ShardGroups
-from dspark_store.target.capture import CapturedStates, StageStates, TargetCapture, find_base_model
+from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
 from dspark_store.target.facts import VocabularyWeights, gather_vocabulary
 from dspark_store.target.layers import EMBEDDING_LAYER_ID
 from dspark_store.target.parallel import ParallelPlan
@@ -27,6 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIMENSIONS = 4
 _HEADER_LENGTH = 3 + _MOST_DIMENSIONS  # number of the message, dtype, count of dimensions, dimensions
 _IN_FLIGHT = 2
+
+type StageCapture = Callable[[Tensor, Tensor], StageStates]
 
 
 class TensorChannel:
@@ -85,7 +86,7 @@ class PipelineStage:
         plan: ParallelPlan,
         rank: int,
         num_layers: int,
-        groups: ShardGroups,
+        groups: DeviceMesh,
         device: torch.device,
         facts: dict[str, JsonValue],
     ) -> None:
@@ -94,10 +95,10 @@ class PipelineStage:
         self.layers = plan.stage_layers(num_layers, index)
         self.is_first = index == 0
         self.is_last = index == plan.pp - 1
-        ranks = plan.crew(rank)
-        self._ends = TensorChannel(ranks[0 if self.is_last else -1], groups.group("pp"), device)
-        self._before = None if self.is_first else TensorChannel(ranks[index - 1], groups.group("pp"), device)
-        self._after = None if self.is_last else TensorChannel(ranks[index + 1], groups.group("pp"), device)
+        ranks, group = plan.crew(rank), groups.get_group("pp")
+        self._ends = TensorChannel(ranks[0 if self.is_last else -1], group, device)
+        self._before = None if self.is_first else TensorChannel(ranks[index - 1], group, device)
+        self._after = None if self.is_last else TensorChannel(ranks[index + 1], group, device)
 
     def keep_own(self, model: PreTrainedModel) -> None:
         """Take out of `model`, before its weights are read, what other stages hold."""
@@ -119,25 +120,44 @@ class PipelineStage:
             model.all_tied_weights_keys = {}
         model._keys_to_ignore_on_load_unexpected = {".*"}  # what other stages hold
 
-    def capture(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> "StageCapture":
+    def capture(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> StageCapture:
         """Return a function that runs a batch and gives the states of `layer_ids` that this stage holds.
 
-        Raises ValueError as `TargetCapture` does.
+        It must get the same batches, in the same order, on all stages of a crew.
+
+        Raises ValueError as `TargetCapture` does; the function RuntimeError for a model whose layers need more than the
+        states of the layer before.
         """
-        return StageCapture(self, model, layer_ids)
+        capture, layers = TargetCapture(model, layer_ids), find_base_model(model)[1]
+        entry, final = layers[self.layers[0]], layers[self.layers[-1]]
+        slots = tuple(slot for slot, layer_id in enumerate(capture.layer_ids) if self._holds(layer_id))
+        refused = f"pp does not work for model_type={model.config.model_type!r}, whose"
+        tried = False
 
-    def holds(self, layer_id: int) -> bool:
-        """Whether this stage has the state of `layer_id`."""
+        def run(input_ids: Tensor, attention_mask: Tensor) -> StageStates:
+            nonlocal tried
+            received = None if self._before is None else self._before.receive()
+            left: list[Tensor] = []
+            handles = [final.register_forward_hook(_keep_output(left, refused))]
+            if received is not None:
+                handles.append(entry.register_forward_pre_hook(_put_in(received), with_kwargs=True))
+            try:
+                states = capture(input_ids, attention_mask)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            if not tried and received is not None and left[0].isnan().any() and not received.isnan().any():
+                raise RuntimeError(f"{refused} later layers need the embedding: use fsdp")
+            tried = True
+            if self._after is not None:
+                self._after.send(left[0])
+            kept = tuple(states.layers[slot] for slot in slots)
+            return StageStates(slots, kept, states.last if self.is_last else None)
+
+        return run
+
+    def _holds(self, layer_id: int) -> bool:
         return self.is_first if layer_id == EMBEDDING_LAYER_ID else layer_id in self.layers
-
-    def receive(self) -> Tensor | None:
-        """Wait for the states from the stage before; None on the first."""
-        return None if self._before is None else self._before.receive()
-
-    def send(self, states: Tensor) -> None:
-        """Start to send states to the stage after, if there is one."""
-        if self._after is not None:
-            self._after.send(states)
 
     def finish(self) -> None:
         """Wait until the stage after has everything."""
@@ -161,59 +181,13 @@ class PipelineStage:
         return VocabularyWeights(embedding, table, bias, self._facts)
 
 
-class StageCapture:
-    """Runs batches through one stage: the same ones, in the same order, on all stages of a crew."""
+def _keep_output(left: list[Tensor], refused: str) -> Callable[[nn.Module, object, object], None]:
+    def hook(_module: nn.Module, _args: object, output: object) -> None:
+        if not isinstance(output, Tensor):
+            raise RuntimeError(f"{refused} layers return more than the states: use fsdp")
+        left.append(output)
 
-    def __init__(self, stage: PipelineStage, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-        self._stage = stage
-        self._capture = TargetCapture(model, layer_ids)
-        layers = find_base_model(model)[1]
-        self._entry, self._exit = layers[stage.layers[0]], layers[stage.layers[-1]]
-        self._slots = tuple(slot for slot, layer_id in enumerate(self._capture.layer_ids) if stage.holds(layer_id))
-        self._model_type = model.config.model_type
-        self._tried = False
-
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> StageStates:
-        """Run one batch (B, S) and return the states that this stage holds.
-
-        Raises RuntimeError for a model whose layers need more than the states of the layer before.
-        """
-        received = self._stage.receive()
-        left: list[Tensor] = []
-        handles = [self._exit.register_forward_hook(self._keep_exit(left))]
-        if received is not None:
-            handles.append(self._entry.register_forward_pre_hook(_put_in(received), with_kwargs=True))
-        states = self._run(input_ids, attention_mask, handles)
-        if not self._tried and received is not None:
-            self._refuse_missing_embedding(received, left[0])
-        self._tried = True
-        self._stage.send(left[0])
-        layers = tuple(states.layers[slot] for slot in self._slots)
-        return StageStates(self._slots, layers, states.last if self._stage.is_last else None)
-
-    def _run(self, input_ids: Tensor, attention_mask: Tensor, handles: list[RemovableHandle]) -> CapturedStates:
-        try:
-            return self._capture(input_ids, attention_mask)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _keep_exit(self, left: list[Tensor]) -> Callable[[nn.Module, object, object], None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if not isinstance(output, Tensor):
-                raise RuntimeError(
-                    f"pp does not work for model_type={self._model_type!r}, whose layers return more than the states: "
-                    "use fsdp"
-                )
-            left.append(output)
-
-        return hook
-
-    def _refuse_missing_embedding(self, received: Tensor, states: Tensor) -> None:
-        if states.isnan().any() and not received.isnan().any():
-            raise RuntimeError(
-                f"pp does not work for model_type={self._model_type!r}, whose later layers need the embedding: use fsdp"
-            )
+    return hook
 
 
 class OtherStagesLayer(nn.Module):

@@ -5,20 +5,21 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
-from dspark_store.target import shaped
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import head_facts, target_weights
 from dspark_store.target.load import (
+    direct_placement,
     input_device,
     load_target,
     load_target_config,
     load_tokenizer,
     read_model_type,
     refuse_unsupported_model_type,
-    require_accelerate,
 )
+from dspark_store.target.sharded import load_shaped_target
 from dspark_store.target.source import TargetSource
 from tests.tiny import (
     NUM_LAYERS,
@@ -271,17 +272,17 @@ def test_an_unknown_compute_dtype_is_refused_with_the_known_ones():
         resolve_compute_dtype("float8", CPU)
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+CUDA = torch.device("cuda", 1)
 
 
-def test_weights_that_are_placed_by_accelerate_need_it(monkeypatch):
+def test_a_shared_out_target_that_accelerate_places_needs_it(llama_dir, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert shaped._placement(CPU) == {}
+    source, config = TargetSource(str(llama_dir)), tiny_llama().config
     with pytest.raises(ImportError, match=r"onto cuda:1 needs accelerate, not installed: .*dspark-store\[accelerate\]"):
-        shaped._placement(CUDA)
+        load_shaped_target(source, LlamaForCausalLM, config, lambda model: None, dtype=torch.float32, device=CUDA)
 
 
-def test_where_it_is_installed_they_are_placed(monkeypatch):
+@pytest.mark.parametrize(("device", "placement"), [(CPU, {}), (CUDA, {"device_map": {"": CUDA}})])
+def test_weights_are_placed_on_an_accelerator_where_accelerate_is_installed(device, placement, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "accelerate")
-    require_accelerate("nothing")
-    assert shaped._placement(CUDA) == {"device_map": {"": CUDA}}
+    assert direct_placement(device) == placement

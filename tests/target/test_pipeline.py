@@ -131,7 +131,7 @@ def test_a_message_out_of_turn_is_refused():
 def _out_of_turn(rank: int) -> None:
     groups = open_shard_groups(ParallelPlan(2, pp=2), CPU)
     assert groups is not None
-    channel = TensorChannel(1 - rank, groups.group("pp"), CPU)
+    channel = TensorChannel(1 - rank, groups.get_group("pp"), CPU)
     if rank == 0:
         channel.send(torch.ones(2, 3))
         channel.finish()
