@@ -2,8 +2,8 @@
 
 In: a specification, as users write it, and the job's settings. Out: a `Source`, whose samples are ids, mask and cursor.
 Read `source` first: what every source gives. `registry` builds one; `chat` reads rows (`files`, `rows`), `encode` makes
-ids of a conversation (`messages`, `template`, `rendering`) and `masks` its loss mask; `blend` mixes; `megatron` reads
-corpora.
+samples of them: `messages` reads a conversation, `rendering` its text and tokens, `masks` and `turns` its loss mask.
+`blend` mixes; `megatron` reads corpora.
 """
 
 from dspark_store.sources.blend import Blend, BlendPart, PartShare

@@ -2,21 +2,20 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from contextlib import closing
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated, cast
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings, encode_here, encode_in_workers
 from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
-from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, options_identity
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, RowOptions, options_identity, options_of
+from dspark_store.sources.registry import SourceContext, Unset
 from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.row_order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rows import RowData, Rows
-from dspark_store.sources.source import Sample, SourceError, SourceReport
+from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
 from dspark_store.sources.template import todays_date
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _PARTS = 2**24  # pieces that one row may be divided into
 logger = logging.getLogger(__name__)
 
 
-class ChatSource:
+class ChatSource(Source):
     """The chat-template tokens of conversations, and a mask of what the assistant said.
 
     The data is read through once here, for its content hash and the place of every row, and then by row, so that
@@ -56,12 +55,12 @@ class ChatSource:
 
         Args:
             path: files, globs, directories or datasets (see `files.open_rows`) whose rows are conversations, or
-                tokens (`input_ids`, see `tokenrows.read_tokens`).
+                tokens (`input_ids`, see `rows.read_tokens`).
             tokenizer: with a chat template (see `apply_chat_template_option`); None if all rows are tokens.
             options: how rows become samples.
             seq_length: the most tokens of a sample.
             split: None or `name[a:b]`, a slice of the rows after the shuffle.
-            shuffle_seed: None for the order of the data, else the seed of the permutation of `order.select_rows`.
+            shuffle_seed: None for the order of the data, else the seed of the permutation of `row_order.select_rows`.
             max_samples: read at most this many rows, after shuffle and split.
             num_workers: processes that tokenise; 0 for this one. The samples are the same.
             subset: the configuration of a dataset on the hub.
@@ -79,10 +78,15 @@ class ChatSource:
         if num_workers < 0:
             raise SourceError(f"num_workers is {num_workers}; expected 0 or more")
         options.check_options()
+        if seq_length < 1:
+            raise SourceError(f"seq_length is {seq_length}; expected at least 1")
+        if options.min_supervised > seq_length:
+            raise SourceError(
+                f"min_supervised is {options.min_supervised}; expected 0 to seq_length, which is {seq_length}"
+            )
         if options.truncation_side is None:
             options = replace(options, truncation_side="right" if tokenizer is None else tokenizer.truncation_side)
         self._settings = EncoderSettings(tokenizer, seq_length, options, vocab_size, limits)
-        self._settings.cutting.check()
         self._encoder = Encoder(self._settings)
         self._data = open_rows(
             path,
@@ -94,7 +98,6 @@ class ChatSource:
         self._rows = _selected(self._data, options.order, split, shuffle_seed, max_samples)
         self._num_workers = num_workers
         self._refused_before = 0
-        self._gives_each_row = _gives_each_row(options)
         self._parts = _PARTS if options.over_long == "split" else 1
         self._report = SourceReport()
         for column, count in self._data.unread.items():
@@ -123,14 +126,6 @@ class ChatSource:
         """Return the number of rows after split, shuffle and `max_samples`."""
         return len(self._rows)
 
-    def origins(self) -> tuple[str, ...]:
-        """Return one empty name: there are no parts."""
-        return ("",)
-
-    def lengths(self) -> NDArray[np.int64] | None:
-        """Return None: lengths are known when the rows are tokenised."""
-        return None
-
     def report(self) -> SourceReport:
         """Return what became of the rows read so far, by all calls of `read` together."""
         return self._report
@@ -154,7 +149,7 @@ class ChatSource:
 
     def resume(self, cursor: int, samples: int) -> None:
         """Count the rows before a cursor that gave no sample as refused, given how many samples there were."""
-        if self._gives_each_row:
+        if self._options.over_long == "truncate" and self._options.min_supervised == 0:  # each other row gives one
             self._refused_before = max(0, self.record_of(cursor) - samples)
 
     def record_of(self, cursor: int) -> int:
@@ -165,10 +160,8 @@ class ChatSource:
         """Return the (first) sample of one row; SourceError if it cannot be used or gives none."""
         if not 0 <= record < len(self):
             raise IndexError(f"record is {record}; expected 0 to {len(self) - 1}")
-        try:
+        with closing(self._data):
             (encoded,) = self._encoder.encode(self._data.take([self._rows[record]]))
-        finally:
-            self._data.close()
         if encoded.error is not None:
             raise SourceError(f"{self.where(record)}: {encoded.error}")
         if not encoded.cut.pieces:
@@ -201,24 +194,24 @@ class ChatSource:
         if not self._encoder.may_ask_clock:
             return False
         asking = Encoder(replace(self._settings, options=options))
-        asked = any(map(asking.asks_clock, self._tasks(0)))
-        self._data.close()
-        return asked
+        with closing(self._data):
+            return any(map(asking.asks_clock, self._tasks(0)))
 
     def _read(self, first: int, part: int) -> Iterator[Sample]:
         allowed = self._options.max_refused * len(self)
         refused = self._refused_before if first else 0
-        for record, encoded in enumerate(self._encoded(first), first):
-            if encoded.error is not None:
-                self._refuse(record, encoded.error, fatal=encoded.fatal)
-                refused += 1
-                if refused > allowed:
-                    raise SourceError(
-                        f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
-                        f"max_refused ({self._options.max_refused:.2%} of {len(self):,} rows)"
-                    )
-            self._count(record, encoded)
-            yield from self._samples(record, encoded, part if record == first else 0)
+        with closing(self._data):
+            for record, encoded in enumerate(self._encoded(first), first):
+                if encoded.error is not None:
+                    self._refuse(record, encoded.error, fatal=encoded.fatal)
+                    refused += 1
+                    if refused > allowed:
+                        raise SourceError(
+                            f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
+                            f"max_refused ({self._options.max_refused:.2%} of {len(self):,} rows)"
+                        )
+                self._count(record, encoded)
+                yield from self._samples(record, encoded, part if record == first else 0)
 
     def _encoded(self, first: int) -> Iterator[Encoded]:
         tasks = self._tasks(first)
@@ -227,11 +220,8 @@ class ChatSource:
         return encode_here(self._encoder, tasks)
 
     def _tasks(self, first: int) -> Iterator[list[RowData]]:
-        try:
-            for start in range(first, len(self), ROWS_PER_TASK):
-                yield self._data.take(list(self._rows[start : start + ROWS_PER_TASK]))
-        finally:
-            self._data.close()
+        for start in range(first, len(self), ROWS_PER_TASK):
+            yield self._data.take(list(self._rows[start : start + ROWS_PER_TASK]))
 
     def _samples(self, record: int, encoded: Encoded, part: int) -> Iterator[Sample]:
         pieces = encoded.cut.pieces
@@ -272,11 +262,6 @@ class ChatSource:
         report.empty += encoded.empty
 
 
-def _gives_each_row(options: ChatOptions) -> bool:
-    """Tell whether all rows but the refused ones give a sample each."""
-    return options.over_long == "truncate" and options.min_supervised == 0
-
-
 def _selected(
     data: Rows, order: str | None, split: str | None, shuffle_seed: int | None, max_samples: int | None
 ) -> Sequence[int]:
@@ -288,4 +273,58 @@ def _selected(
         logger.warning("split %s takes nothing away: NeMo Automodel reads all rows of JSON files", split)
     return select_automodels_rows(
         len(data), is_json=is_json, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples
+    )
+
+
+def build_chat(
+    context: SourceContext,
+    *,
+    path: DataPath | Sequence[DataPath],
+    subset: str | None = None,
+    split: str | Unset | None = Unset.UNSET,
+    shuffle_seed: int | Unset | None = Unset.UNSET,
+    **options: Annotated[object, ChatOptions],
+) -> ChatSource:
+    """Build a source of conversations; what its specification leaves out is as the job says. See `ChatSource`."""
+    chosen = options_of(context, options)
+    return _build(context, path, subset, split, shuffle_seed, context.tokenizer("chat"), chosen)
+
+
+def build_tokens(
+    context: SourceContext,
+    *,
+    path: DataPath | Sequence[DataPath],
+    subset: str | None = None,
+    split: str | Unset | None = Unset.UNSET,
+    shuffle_seed: int | Unset | None = Unset.UNSET,
+    **options: Annotated[object, RowOptions],
+) -> ChatSource:
+    """Build a source of rows that are tokens already, which needs no tokenizer. See `ChatSource`."""
+    given = options_of(context, options)
+    chosen = ChatOptions(**{option.name: getattr(given, option.name) for option in fields(RowOptions)})
+    return _build(context, path, subset, split, shuffle_seed, None, chosen)
+
+
+def _build(
+    context: SourceContext,
+    path: DataPath | Sequence[DataPath],
+    subset: str | None,
+    split: str | Unset | None,
+    shuffle_seed: int | Unset | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    options: ChatOptions,
+) -> ChatSource:
+    return ChatSource(
+        path,
+        tokenizer,
+        options,
+        seq_length=context.seq_length,
+        split=context.split if isinstance(split, Unset) else split,
+        shuffle_seed=context.shuffle_seed if isinstance(shuffle_seed, Unset) else shuffle_seed,
+        max_samples=context.max_samples,
+        num_workers=context.num_workers,
+        subset=subset,
+        vocab_size=context.vocab_size,
+        today=context.today,
+        recorded=context.recorded,
     )

@@ -2,7 +2,9 @@
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,77 +12,60 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.registry import SourceContext
 from dspark_store.sources.row_order import select_rows
-from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.source import Sample, Source, SourceError
 
 DEFAULT_SAMPLES, DEFAULT_VOCAB = 1000, 32000
 _LENGTH_TAG, _TOKENS_TAG = 0, 1
 _WORD = 2**32
 
 
-class DummySource:
+@dataclass(frozen=True, kw_only=True)
+class DummySource(Source):
     """Random tokens of random lengths, all supervised. A record is one sample.
 
     Everything follows from the seed and the record's number: SHAKE-128 over both, as two 64-bit words, gives 32-bit
     numbers `x`, and one below `n` is `x * n >> 32`. So samples are the same with every library and machine, and the
     streams of two seeds have nothing in common.
+
+    Attributes:
+        samples: samples before `split`, at least 1.
+        min_length: fewest tokens of a sample, at least 1.
+        max_length: most tokens of a sample.
+        vocab: ids are below it; 1 to 2^31.
+        seed: 0 to 2^64 - 1.
+        split: None or `name[a:b]`, a slice of the samples.
+        max_samples: take at most this many, after `split`.
+
     """
 
-    def __init__(
-        self,
-        *,
-        samples: int,
-        min_length: int,
-        max_length: int,
-        vocab: int,
-        seed: int,
-        split: str | None = None,
-        max_samples: int | None = None,
-    ) -> None:
-        """Choose the samples.
+    samples: int
+    min_length: int
+    max_length: int
+    vocab: int
+    seed: int
+    split: str | None = None
+    max_samples: int | None = None
 
-        Args:
-            samples: samples before `split`, at least 1.
-            min_length: fewest tokens of a sample, at least 1.
-            max_length: most tokens of a sample.
-            vocab: ids are below it; 1 to 2^31.
-            seed: 0 to 2^64 - 1.
-            split: None or `name[a:b]`, a slice of the samples.
-            max_samples: take at most this many, after `split`.
+    def __post_init__(self) -> None:
+        """Check the values; SourceError names the number that is out of its range, or the split that takes nothing."""
+        _check("samples", self.samples, 1, 2**63 - 1)
+        _check("max_length", self.max_length, 1, 2**31 - 1)
+        _check("min_length", self.min_length, 1, self.max_length)
+        _check("vocab", self.vocab, 1, 2**31)
+        _check("seed", self.seed, 0, 2**64 - 1)
+        len(self._numbers)
 
-        Raises:
-            SourceError: a number is out of its range, or the split takes nothing.
-
-        """
-        _check("samples", samples, 1, 2**63 - 1)
-        _check("max_length", max_length, 1, 2**31 - 1)
-        _check("min_length", min_length, 1, max_length)
-        _check("vocab", vocab, 1, 2**31)
-        _check("seed", seed, 0, 2**64 - 1)
-        self._numbers = select_rows(samples, split=split, shuffle_seed=None, max_samples=max_samples)
-        self._vocab, self._seed = vocab, seed
-        self._min_length, self._max_length = min_length, max_length
-        self._identity: dict[str, JsonValue] = {
-            "type": "dummy",
-            "samples": samples,
-            "min_length": min_length,
-            "max_length": max_length,
-            "vocab": vocab,
-            "seed": seed,
-            "split": split,
-            "max_samples": max_samples,
-        }
+    @cached_property
+    def _numbers(self) -> Sequence[int]:
+        return select_rows(self.samples, split=self.split, shuffle_seed=None, max_samples=self.max_samples)
 
     def identity(self) -> dict[str, JsonValue]:
         """Return what decides the samples."""
-        return dict(self._identity)
+        return {"type": "dummy", **{option.name: getattr(self, option.name) for option in fields(self)}}
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._numbers)
-
-    def origins(self) -> tuple[str, ...]:
-        """Return the name of the only part."""
-        return ("",)
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each sample, shape (len,)."""
@@ -102,18 +87,16 @@ class DummySource:
             raise IndexError(f"record {record} is outside the source's {len(self)} records")
         number = self._numbers[record]
         length = self._length(number)
-        ids = self._draw(_TOKENS_TAG, number, length, self._vocab).astype(np.int32)
+        ids = self._draw(_TOKENS_TAG, number, length, self.vocab).astype(np.int32)
         return Sample(ids, np.ones(length, np.uint8), cursor=record + 1)
 
     def _length(self, number: int) -> int:
-        if self._min_length == self._max_length:
-            return self._max_length
-        return self._min_length + int(
-            self._draw(_LENGTH_TAG, number, 1, self._max_length - self._min_length + 1).item()
-        )
+        if self.min_length == self.max_length:
+            return self.max_length
+        return self.min_length + int(self._draw(_LENGTH_TAG, number, 1, self.max_length - self.min_length + 1).item())
 
     def _draw(self, tag: int, number: int, count: int, below: int) -> NDArray[np.uint64]:
-        stream = hashlib.shake_128(struct.pack("<QQB", self._seed, number, tag)).digest(4 * count)
+        stream = hashlib.shake_128(struct.pack("<QQB", self.seed, number, tag)).digest(4 * count)
         numbers: NDArray[np.uint64] = np.frombuffer(stream, "<u4").astype(np.uint64) * np.uint64(below) // _WORD
         return numbers
 

@@ -8,18 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.cutting import Cut, Cutting, cut
+from dspark_store.sources.cutting import Cut, cut
 from dspark_store.sources.limits import ProcessorTimeError, run_limited
 from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import Conversation, content_of, read_conversation
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits
+from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits, Tokens
 from dspark_store.sources.rows import RowData, parse_row, read_tokens, renamed, unread_keys
 from dspark_store.sources.source import SourceError
 
@@ -45,12 +45,6 @@ class EncoderSettings:
     options: ChatOptions
     vocab_size: int | None = None
     limits: RenderLimits = DEFAULT_LIMITS
-
-    @property
-    def cutting(self) -> Cutting:
-        """What becomes of long rows."""
-        options = self.options
-        return Cutting(self.seq_length, options.over_long, options.truncation_side or "right", options.min_supervised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,6 @@ class Encoder:
     def __init__(self, settings: EncoderSettings) -> None:
         """Look at the tokenizer's template; SourceError if it cannot be used."""
         self._settings = settings
-        self._cutting = settings.cutting
         self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
         self._text_column = settings.options.text_column
         self._renderer: Renderer | None = None
@@ -94,29 +87,15 @@ class Encoder:
 
     def encode(self, rows: Sequence[RowData]) -> list[Encoded]:
         """Return what becomes of each row, up to one that is fatal."""
-        read: list[_Read] = []
+        read: list[_Read | Encoded] = []
         for data in rows:
-            read.append(self._read(data))
-            if read[-1].fatal:
+            row = self._read(data)
+            read.append(row)
+            if isinstance(row, Encoded) and row.fatal:
                 break
-        rendered = [row.content for row in read if isinstance(row.content, Rendered)]
-        texts = [conversation.text for conversation in rendered]
-        tokens = iter(self._renderer.tokenise(texts) if self._renderer is not None else [])
-        plain = iter(self._tokenise([row.content.text for row in read if isinstance(row.content, _Text)]))
-        encoded = []
-        for row in read:
-            if isinstance(row.content, str):
-                encoded.append(Encoded(error=row.content, fatal=row.fatal))
-            elif isinstance(row.content, Rendered) and self._renderer is not None:
-                its = next(tokens)
-                mask = loss_mask(self._renderer, row.content, its)
-                encoded.append(self._cut(its.ids, mask, row, row.content.warnings))
-            elif isinstance(row.content, _Text):
-                ids = np.array(next(plain), dtype=np.int32)
-                encoded.append(self._cut(ids, np.ones(len(ids), dtype=np.uint8), row))
-            elif isinstance(row.content, tuple):
-                encoded.append(self._cut(*row.content, row))
-        return encoded
+        contents = (row.content for row in read if isinstance(row, _Read))
+        tokens = iter(self._tokenise([content.text for content in contents if isinstance(content, Rendered)]))
+        return [row if isinstance(row, Encoded) else self._encoded(row, tokens) for row in read]
 
     @property
     def may_ask_clock(self) -> bool:
@@ -140,28 +119,31 @@ class Encoder:
         except (SourceError, ProcessorTimeError):  # told when the row is encoded
             return False
 
-    def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise plain texts, with the special tokens that the tokenizer adds by itself."""
+    def _tokenise(self, texts: list[str]) -> list[Tokens]:
+        """Tokenise texts: plain ones with the special tokens that the tokenizer adds by itself, others with none."""
+        if self._renderer is not None:
+            return self._renderer.tokenise(texts)
         if not texts or self._settings.tokenizer is None:
             return []
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        return cast("list[list[int]]", self._settings.tokenizer(texts, **options)["input_ids"])
+        tokenised: Any = self._settings.tokenizer(texts, **options)
+        return [Tokens(np.array(ids, dtype=np.int32), None) for ids in tokenised["input_ids"]]
 
     def _parsed(self, data: RowData) -> tuple[dict[str, JsonValue], bool]:
         """Return a row under our names, and whether lone surrogates of it were replaced."""
         row, replaced = parse_row(data)
         return row if self._text_column is not None else renamed(row, self._settings.options.columns or {}), replaced
 
-    def _read(self, data: RowData) -> "_Read":
+    def _read(self, data: RowData) -> "_Read | Encoded":
         try:
             row, replaced = self._parsed(data)
             if replaced and self._settings.options.on_bad_row == "error":
                 raise SourceError("the row holds half of a surrogate pair, which is no Unicode text")
             notes = [f"key {key!r} is not read" for key in unread_keys(row, self._text_column)]
             if self._text_column is not None:
-                return _Read(_Text(_text_of(row, self._text_column)), replaced, notes=notes)
+                return _Read(Rendered(_text_of(row, self._text_column), [], [], []), replaced, notes)
             if row.get("input_ids") is not None:
-                return _Read(read_tokens(row, self._settings.vocab_size), replaced, notes=notes)
+                return _Read(read_tokens(row, self._settings.vocab_size), replaced, notes)
             if self._renderer is None:
                 raise SourceError(
                     f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}; "
@@ -169,39 +151,39 @@ class Encoder:
                 )
             conversation = read_conversation(row)
             rendered = self._rendered(self._renderer, conversation)
-            return _Read(rendered, replaced, notes=notes + _left_out(conversation, rendered.text))
+            return _Read(rendered, replaced, notes + _left_out(conversation, rendered.text))
         except ProcessorTimeError as error:
-            return _Read(f"the chat template takes {error} for the row; does it end?", fatal=True)
+            return Encoded(error=f"the chat template takes {error} for the row; does it end?", fatal=True)
         except SourceError as error:
-            return _Read(str(error))
+            return Encoded(error=str(error))
 
     def _rendered(self, renderer: Renderer, conversation: Conversation) -> Rendered:
         seconds = renderer.limits.seconds
         return run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
 
-    def _cut(
-        self, ids: NDArray[np.int32], mask: NDArray[np.uint8], row: "_Read", warnings: Sequence[str] = ()
-    ) -> Encoded:
+    def _encoded(self, row: "_Read", tokens: Iterator[Tokens]) -> Encoded:
+        warnings: list[str] = []
+        if not isinstance(row.content, Rendered):
+            ids, mask = row.content
+        elif self._renderer is None:
+            ids = next(tokens).ids
+            mask = np.ones(len(ids), dtype=np.uint8)
+        else:
+            its, warnings = next(tokens), row.content.warnings
+            ids, mask = its.ids, loss_mask(self._renderer, row.content, its)
         if not len(ids):
             return Encoded(error="the row has no tokens (does the chat template render anything?)", empty=True)
-        return Encoded(cut(ids, mask, self._cutting), replaced=row.replaced, warnings=list(warnings), notes=row.notes)
+        made = cut(ids, mask, self._settings.seq_length, self._settings.options)
+        return Encoded(made, replaced=row.replaced, warnings=warnings, notes=row.notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row before its text is tokenised: its text, its tokens, or what is wrong with it."""
+    """A row before its text is tokenised: its text, or its tokens."""
 
-    content: "Rendered | _Text | tuple[NDArray[np.int32], NDArray[np.uint8]] | str"
-    replaced: bool = False
-    fatal: bool = False
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """The text of a row that is no conversation."""
-
-    text: str
+    content: Rendered | tuple[NDArray[np.int32], NDArray[np.uint8]]
+    replaced: bool
+    notes: list[str]
 
 
 def _text_of(row: Mapping[str, JsonValue], column: str) -> str:

@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.cutting import OVER_LONG, SIDES
 from dspark_store.sources.rows import KNOWN_KEYS
 from dspark_store.sources.source import SourceError
 
 ON_BAD_ROW = ("error", "skip")
 ORDERS = ("automodel",)
+OVER_LONG = ("truncate", "drop", "split")
+SIDES = ("right", "left")
 
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _RESERVED = frozenset(
@@ -86,9 +87,10 @@ class RowOptions:
         on_bad_row: "error" ends at a row that cannot be used; "skip" leaves it out and counts it. Lone surrogates make
             a row one that cannot be used, or are replaced by U+FFFD and counted.
         max_refused: the share of the rows, 0 to 1, that may be left out as unusable before it is an error.
-        over_long: "truncate", "drop" or "split" rows of more than `seq_length` tokens (see `cutting.Cutting`).
-        truncation_side: where they are cut, "right" or "left"; None for the tokenizer's own.
-        min_supervised: leave out samples with fewer supervised tokens.
+        over_long: "truncate" keeps `seq_length` tokens of longer rows, "drop" leaves them out, "split" makes
+            consecutive samples of them, each `seq_length` long but the last.
+        truncation_side: where "truncate" cuts, "right" or "left"; None for the tokenizer's own.
+        min_supervised: leave out samples with fewer supervised tokens, after the cut.
         order: "automodel" reads the rows that NeMo Automodel reads, in its order (see `order.select_automodels_rows`);
             None those of `order.select_rows`.
         columns: which key or column of the data stands for each of our names, such as `messages`.

@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -48,11 +49,17 @@ _TYPE_NAMES: Mapping[object, str] = {
 }
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "blend": ("dspark_store.sources.parts", "build_blend"),
-    "chat": ("dspark_store.sources.chat_spec", "build_chat"),
+    "chat": ("dspark_store.sources.chat", "build_chat"),
     "dummy": ("dspark_store.sources.dummy", "build_dummy"),
     "megatron": ("dspark_store.sources.megatron.source", "build_megatron"),
-    "tokens": ("dspark_store.sources.chat_spec", "build_tokens"),
+    "tokens": ("dspark_store.sources.chat", "build_tokens"),
 }
+
+
+class Unset(Enum):
+    """The default of an option whose value None means something of its own."""
+
+    UNSET = "as the job says"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ class Resuming(Protocol):
 class Source(Protocol):
     """Where tokens come from. `read` may be called any number of times, from any cursor that a sample came with.
 
-    A source whose records give one sample each uses the number of records passed as the cursor.
+    A source whose records give one sample each uses the number of records passed as the cursor. Who derives from this
+    class has one part without a name, and lengths that are not known.
     """
 
     def identity(self) -> dict[str, JsonValue]:
@@ -60,11 +61,11 @@ class Source(Protocol):
 
     def origins(self) -> tuple[str, ...]:
         """Return the names of the parts that `Sample.origin` counts; one empty name for a source without parts."""
-        ...
+        return ("",)
 
     def lengths(self) -> NDArray[np.int64] | None:
         """Return the tokens of each record, shape (records,), where they are known without reading, else None."""
-        ...
+        return None
 
     def read(self, cursor: int = 0) -> Iterator[Sample]:
         """Yield the samples in order, from the cursor (0: the beginning) on.

@@ -3,15 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources import SourceError
-from dspark_store.sources.cutting import Cutting, cut
+from dspark_store.sources import ChatSource, SourceError
+from dspark_store.sources.cutting import cut
+from dspark_store.sources.options import ChatOptions, RowOptions
 from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 
 IDS, MASK = np.arange(7, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1], np.uint8)
 
 
-def pieces(**options):
-    return [ids.tolist() for ids, _ in cut(IDS, MASK, Cutting(**options)).pieces]
+def pieces(seq_length, **options):
+    return [ids.tolist() for ids, _ in cut(IDS, MASK, seq_length, RowOptions(**options)).pieces]
 
 
 def test_what_is_short_stays_whole():
@@ -27,27 +28,27 @@ def test_what_is_long_is_cut_left_out_or_divided():
 
 
 def test_pieces_with_too_little_supervised_are_left_out_and_counted():
-    made = cut(IDS, MASK, Cutting(3, "split", min_supervised=1))
+    made = cut(IDS, MASK, 3, RowOptions(over_long="split", min_supervised=1))
     assert [ids.tolist() for ids, _ in made.pieces] == [[3, 4, 5], [6]]
     assert (made.too_few_supervised, made.split) == (1, True)
-    assert cut(IDS, MASK, Cutting(3, min_supervised=1)).pieces == []
+    assert cut(IDS, MASK, 3, RowOptions(min_supervised=1)).pieces == []
 
 
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_the_pieces_of_a_split_are_the_whole(length, seq_length):
     ids, mask = np.arange(length, dtype=np.int32), np.zeros(length, np.uint8)
-    made = cut(ids, mask, Cutting(seq_length, "split")).pieces
+    made = cut(ids, mask, seq_length, RowOptions(over_long="split")).pieces
     assert np.concatenate([piece for piece, _ in made]).tolist() == ids.tolist()
     assert all(len(piece) == seq_length for piece, _ in made[:-1])
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"seq_length": 0}, {"over_long": "shrink"}, {"truncation_side": "middle"}, {"min_supervised": 99}],
+    ("seq_length", "options"),
+    [(0, {}), (8, {"over_long": "shrink"}), (8, {"truncation_side": "middle"}), (8, {"min_supervised": 99})],
 )
-def test_impossible_options_are_refused(options):
+def test_impossible_options_are_refused(seq_length, options):
     with pytest.raises(SourceError, match=r"is .*; expected"):
-        Cutting(**{"seq_length": 8, **options}).check()
+        ChatSource("rows.jsonl", None, ChatOptions(**options), seq_length=seq_length)
 
 
 def test_reading_goes_on_inside_a_row_that_was_divided(tmp_path):

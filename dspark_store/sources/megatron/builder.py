@@ -4,6 +4,7 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
@@ -303,15 +304,11 @@ def write_samples(
         ValueError: an id does not fit into the dtype.
 
     """
-    if mask_prefix is None:
-        with PairBuilder(prefix, dtype=dtype_for_vocabulary(vocab_size)) as ids:
-            for sample in samples:
-                ids.add_document(sample.input_ids)
-        return
     with (
-        PairBuilder(mask_prefix, dtype=np.uint8) as masks,
+        nullcontext() if mask_prefix is None else PairBuilder(mask_prefix, dtype=np.uint8) as masks,
         PairBuilder(prefix, dtype=dtype_for_vocabulary(vocab_size)) as ids,
     ):
         for sample in samples:
             ids.add_document(sample.input_ids)
-            masks.add_document(sample.loss_mask)
+            if masks is not None:
+                masks.add_document(sample.loss_mask)

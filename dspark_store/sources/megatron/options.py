@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Literal, get_args
 
-from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.megatron.windows import Rule, WindowSettings
 from dspark_store.sources.source import SourceError
 
@@ -94,17 +93,3 @@ class MegatronOptions:
     def carries(self) -> bool:
         """Whether a sample ends with the token after its window."""
         return self.extra_token and self.carry_next_token
-
-
-def settings_identity(settings: WindowSettings) -> dict[str, JsonValue]:
-    """Return the settings of windows as part of an identity."""
-    return {field.name: getattr(settings, field.name) for field in fields(settings)}
-
-
-@dataclass(frozen=True, slots=True)
-class SpecificationOptions(MegatronOptions):
-    """What a specification may say: the options of the pair, and of the job's those that it wins over."""
-
-    split: str | None = None
-    shuffle_seed: int | None = None
-    vocab_size: int | None = None

@@ -51,10 +51,7 @@ class IndexedPair:
             IndexError: there is no such sequence; negative numbers count from the end.
 
         """
-        count = self.index.num_sequences
-        if not -count <= number < count:
-            raise IndexError(f"sequence {number} of {self.paths.idx}; expected {-count} to {count - 1}")
-        number %= count
+        number = self._counted("sequence", number, self.index.num_sequences)
         return self._values(int(self.index.pointers[number]), int(self.index.lengths[number]))
 
     def document(self, number: int) -> NDArray[np.generic]:
@@ -64,10 +61,7 @@ class IndexedPair:
             IndexError: there is no such document; negative numbers count from the end.
 
         """
-        count = self.index.num_documents
-        if not -count <= number < count:
-            raise IndexError(f"document {number} of {self.paths.idx}; expected {-count} to {count - 1}")
-        number %= count
+        number = self._counted("document", number, self.index.num_documents)
         first, last = self.index.boundaries[number], self.index.boundaries[number + 1]
         return self.stream(int(self.starts[first]), int(self.starts[last]))
 
@@ -115,6 +109,12 @@ class IndexedPair:
         digests = {"idx_sha256": _file_sha256(self.paths.idx), "bin_sha256": _file_sha256(self.paths.bin)}
         self.require_unchanged()
         return digests
+
+    def _counted(self, kind: str, number: int, count: int) -> int:
+        """Return a number of `count`, negative ones counted from the end."""
+        if not -count <= number < count:
+            raise IndexError(f"{kind} {number} of {self.paths.idx}; expected {-count} to {count - 1}")
+        return number % count
 
     def _values(self, offset: int, count: int) -> NDArray[np.generic]:
         if not count:

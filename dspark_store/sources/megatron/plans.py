@@ -1,8 +1,9 @@
 """Which spans of a corpus are its samples: a plan whose records are documents, and one whose records are windows."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args, override
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,44 +19,47 @@ type Outcome = Literal["whole", "truncated", "split", "dropped", "empty"]
 type Span = tuple[int, int]  # positions in the stream of the pair, the second one exclusive
 
 
-class Plan(Protocol):
-    """The samples of a source, numbered in the order in which they are read, and the records that they are of."""
+class Plan(ABC):
+    """The samples of a source, numbered in the order in which they are read, and the records that they are of.
 
+    Where a plan does not say otherwise, each record gives one sample.
+    """
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of records."""
-        ...
+
+    @abstractmethod
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens that each record gives, over all its samples, int64, shape (records,)."""
+
+    @abstractmethod
+    def spans(self, sample: int) -> list[Span]:
+        """Return the spans whose tokens, joined, are a sample."""
+
+    @abstractmethod
+    def name(self, record: int) -> str:
+        """Return what a record is called in messages; numbers count from 0."""
 
     @property
     def num_samples(self) -> int:
         """The number of samples."""
-        ...
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens that each record gives."""
-        ...
-
-    def spans(self, sample: int) -> list[Span]:
-        """Return the spans whose tokens, joined, are a sample."""
-        ...
+        return len(self)
 
     def records_before(self, sample: int) -> int:
-        """Return how many records have given all their samples before this one."""
-        ...
+        """Return how many records are done before a sample; those without tokens are with the one before them."""
+        return sample
 
     def first_sample(self, record: int) -> int | None:
         """Return the first sample of a record, or None if it gives none."""
-        ...
+        return record
 
     def outcome(self, record: int) -> Outcome:
         """Return what becomes of a record."""
-        ...
-
-    def name(self, record: int) -> str:
-        """Return what a record is called in messages."""
-        ...
+        return "whole"
 
 
-class DocumentPlan:
+class DocumentPlan(Plan):
     """One record per document, which gives one sample, or several where long documents are split.
 
     Documents without tokens give none. Everything follows from the lengths; no token is read.
@@ -95,38 +99,38 @@ class DocumentPlan:
                 + (f" or longer than {seq_length} tokens, which drops them" if over_long == "drop" else "")
             )
 
+    @override
     def __len__(self) -> int:
-        """Return the number of documents that are read, the empty ones included."""
         return len(self._kept)
 
     @property
+    @override
     def num_samples(self) -> int:
-        """The number of samples."""
         return int(self._samples_until[-1])
 
+    @override
     def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens that each document gives, over all its samples."""
         return self._kept
 
+    @override
     def spans(self, sample: int) -> list[Span]:
-        """Return the one span of a sample."""
         record = int(np.searchsorted(self._samples_until, sample, side="right"))
         part = sample - (int(self._samples_until[record - 1]) if record else 0)
         start = part * self._seq_length
         stop = min(start + self._seq_length, int(self._kept[record]))
         return [(int(self._starts[record]) + start, int(self._starts[record]) + stop)]
 
+    @override
     def records_before(self, sample: int) -> int:
-        """Return the documents done before a sample; those without tokens are done with the one before them, if any."""
         return int(np.searchsorted(self._samples_until, sample, side="right"))
 
+    @override
     def first_sample(self, record: int) -> int | None:
-        """Return the first sample of a document, or None if it is empty or dropped."""
         before = int(self._samples_until[record - 1]) if record else 0
         return before if self._samples_until[record] > before else None
 
+    @override
     def outcome(self, record: int) -> Outcome:
-        """Return what becomes of a document."""
         tokens, kept = self._tokens[record], self._kept[record]
         if not tokens:
             return "empty"
@@ -134,13 +138,13 @@ class DocumentPlan:
             return "truncated" if kept else "dropped"
         return "split" if kept > self._seq_length else "whole"
 
+    @override
     def name(self, record: int) -> str:
-        """Return which document a record is, counted from 0, for messages."""
         return f"document {self._rows[record]}"
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPlan:
+class WindowPlan(Plan):
     """One record and one sample per window, in the order of the shuffle index.
 
     Attributes:
@@ -160,13 +164,8 @@ class WindowPlan:
     rows: range
     sample_tokens: int
 
+    @override
     def __len__(self) -> int:
-        """Return the number of windows that are read."""
-        return len(self.rows)
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples: one per window."""
         return len(self.rows)
 
     def lengths(self) -> NDArray[np.int64]:
@@ -178,8 +177,8 @@ class WindowPlan:
             lengths[last] = [sum(stop - start for start, stop in self.spans(int(row))) for row in last]
         return lengths
 
+    @override
     def spans(self, sample: int) -> list[Span]:
-        """Return the spans of a window, one for each unit in it."""
         room = self.sample_tokens
         spans: list[Span] = []
         extra = int(self.settings.extra_token)
@@ -191,20 +190,8 @@ class WindowPlan:
             room -= taken
         return spans
 
-    def records_before(self, sample: int) -> int:
-        """Return the windows before this one."""
-        return sample
-
-    def first_sample(self, record: int) -> int | None:
-        """Return the sample of a window."""
-        return record
-
-    def outcome(self, record: int) -> Outcome:
-        """Return that a window is read whole."""
-        return "whole"
-
+    @override
     def name(self, record: int) -> str:
-        """Return which window a record is, counted from 0 in the order in which they are served, for messages."""
         return f"window {self.rows[record]}"
 
 

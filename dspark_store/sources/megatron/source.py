@@ -1,6 +1,7 @@
 """A Megatron pair as a source of samples."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from os import PathLike
 from typing import Annotated, Any, cast
 
@@ -8,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.megatron.options import MegatronOptions, SpecificationOptions, settings_identity
+from dspark_store.sources.megatron.options import MegatronOptions
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
 from dspark_store.sources.megatron.plans import DocumentPlan, Plan, Span, WindowPlan, plan_windows
-from dspark_store.sources.registry import SourceContext
+from dspark_store.sources.registry import SourceContext, Unset
 from dspark_store.sources.row_order import select_rows
-from dspark_store.sources.source import Sample, SourceError, SourceReport
+from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
 
 _IDS_END = 1 << 31  # ids are int32
 
 
-class MegatronSource:
+class MegatronSource(Source):
     """The documents, or the windows, of a `.bin` and `.idx` pair.
 
     Opening reads the index only. `identity` reads both files through, for their SHA-256. A cursor is the number of
@@ -102,10 +103,6 @@ class MegatronSource:
     def __len__(self) -> int:
         """Return the number of records: documents, the empty ones included, or windows."""
         return len(self._plan)
-
-    def origins(self) -> tuple[str, ...]:
-        """Return the names of the parts: there is one, without a name."""
-        return ("",)
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens that each record gives, int64, shape (records,), after what `over_long` takes away."""
@@ -193,7 +190,7 @@ class MegatronSource:
         settings = options.window_settings(seq_length, shuffle_seed)
         plan = plan_windows(self._pair, options, settings, split, max_samples)
         self._choice |= {
-            **settings_identity(settings),
+            **asdict(settings),
             "carry_next_token": options.carries,
             "eod_token_id": options.eod_token_id,
             "parts": options.parts,
@@ -244,16 +241,12 @@ def build_megatron(
     context: SourceContext,
     *,
     path: str | PathLike[str],
-    **options: Annotated[Any, SpecificationOptions],  # noqa: ANN401 - the registry looks at their types
+    split: str | Unset | None = Unset.UNSET,
+    shuffle_seed: int | Unset | None = Unset.UNSET,
+    vocab_size: int | Unset | None = Unset.UNSET,
+    **options: Annotated[Any, MegatronOptions],  # noqa: ANN401 - the registry looks at their types
 ) -> MegatronSource:
-    """Build a Megatron source from a specification.
-
-    Its options are those of `MegatronOptions`, and `split`, `shuffle_seed` and `vocab_size`, which the context gives
-    where the specification does not.
-    """
-    split = options.pop("split", context.split)
-    shuffle_seed = options.pop("shuffle_seed", context.shuffle_seed)
-    vocab_size = options.pop("vocab_size", context.vocab_size)
+    """Build a Megatron source from a specification; what that leaves out is as the job says. See `MegatronSource`."""
     if options.get("mode") == "window":
         options.setdefault("num_samples", context.num_samples)
     else:
@@ -262,9 +255,9 @@ def build_megatron(
         path,
         MegatronOptions(**{name: value for name, value in options.items() if value is not None}),
         seq_length=context.seq_length,
-        vocab_size=vocab_size,
-        split=split,
-        shuffle_seed=shuffle_seed,
+        vocab_size=context.vocab_size if isinstance(vocab_size, Unset) else vocab_size,
+        split=context.split if isinstance(split, Unset) else split,
+        shuffle_seed=context.shuffle_seed if isinstance(shuffle_seed, Unset) else shuffle_seed,
         max_samples=context.max_samples,
         min_supervised=context.min_supervised,
     )
