@@ -10,9 +10,9 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.encode import Encoded, Encoder, EncoderSettings, encode_here, encode_in_workers
 from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
+from dspark_store.sources.limits import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, RowOptions, options_identity, options_of
 from dspark_store.sources.registry import SourceContext, Unset
-from dspark_store.sources.rendering import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.row_order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
@@ -207,8 +207,8 @@ class ChatSource(Source):
                     refused += 1
                     if refused > allowed:
                         raise SourceError(
-                            f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more than "
-                            f"max_refused ({self._options.max_refused:.2%} of {len(self):,} rows)"
+                            f"{self.where(record)}: {encoded.error}; with it {refused:,} rows cannot be used, more "
+                            f"than max_refused ({self._options.max_refused:.2%} of {len(self):,} rows)"
                         )
                 self._count(record, encoded)
                 yield from self._samples(record, encoded, part if record == first else 0)

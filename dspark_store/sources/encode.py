@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.cutting import Cut, cut
-from dspark_store.sources.limits import ProcessorTimeError, run_limited
+from dspark_store.sources.limits import DEFAULT_LIMITS, ProcessorTimeError, RenderLimits, run_limited
 from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import Conversation, content_of, read_conversation
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.rendering import DEFAULT_LIMITS, Renderer, RenderLimits, Tokens
+from dspark_store.sources.rendering import Renderer, Tokens
 from dspark_store.sources.rows import RowData, parse_row, read_tokens, renamed, unread_keys
 from dspark_store.sources.source import SourceError
 

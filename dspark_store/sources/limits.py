@@ -1,4 +1,4 @@
-"""An end for what runs on and on: a limit of processor time on a call, whatever the call does."""
+"""What rendering a row may take, and a limit of processor time on a call, whatever the call does."""
 
 import ctypes
 import threading
@@ -6,8 +6,42 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dspark_store.sources.source import SourceError
+
+MAX_TEXT_BYTES = 32 * 2**20
 _LOOK_SECONDS = 0.2
 _LOOKS_AGAIN = 25
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one row may take.
+
+    Attributes:
+        seconds: processor time of its renders.
+        renders: how often it is rendered.
+        text_bytes: its text, in UTF-8.
+
+    """
+
+    seconds: float = 120
+    renders: int = 2000
+    text_bytes: int = MAX_TEXT_BYTES
+
+
+DEFAULT_LIMITS = RenderLimits()
+
+
+class RenderLimitError(SourceError):
+    """Locating the messages of a row would take too many renders."""
+
+
+class TextLimitError(SourceError):
+    """A template writes more text than a row may have."""
+
+    def __init__(self, limit: int) -> None:
+        """Name the limit, in bytes."""
+        super().__init__(f"the chat template writes more than {limit:,} bytes of text; leave the row out or divide it")
 
 
 class ProcessorTimeError(Exception):

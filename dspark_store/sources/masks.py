@@ -128,17 +128,17 @@ _PROBES = ("uauaua", "suaua", "uaaua", "aua", "uctauctta")
 
 def _probe(renderer: Renderer, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> None:
     """Learn how the template puts messages together, once, from conversations that are always the same."""
-    use = renderer.use(tools, template_kwargs)
-    if use.is_probed:
+    known = renderer.use(tools, template_kwargs)
+    if known.is_probed:
         return
-    use.is_probed = True
+    known.is_probed = True
     for roles in _PROBES:
         chat = [_probing(role, f"w{number}") for number, role in enumerate(roles)]
         messages, offered = renderer.prepare(chat), [_TOOL] if tools else None
         try:
             text = renderer.render(messages, offered, template_kwargs)
             rendering = Rendering(renderer, messages, offered, template_kwargs, text)
-            rendering.memory = use.memory
+            rendering.memory = known
             Turns(rendering, needs_marks=True).learn()
         except SourceError:
             continue  # a template need not take them all

@@ -100,8 +100,6 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-__all__ = ["Conversation", "Message", "content_of", "fold_system_message", "read_conversation"]
-
 ROLES = {
     **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",

@@ -3,25 +3,30 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.limits import ProcessorTimeError, run_limited
+from dspark_store.sources.limits import (
+    DEFAULT_LIMITS,
+    ProcessorTimeError,
+    RenderLimitError,
+    RenderLimits,
+    TextLimitError,
+    run_limited,
+)
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Conversation, Message, fold_system_message
 from dspark_store.sources.seams import TemplateMemory
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.template import (
     CLOCK,
-    MAX_TEXT_BYTES,
     RENDER_ERRORS,
     Clock,
     LimitedTemplate,
-    TextLimitError,
     has_generation_tags,
     may_ask_clock,
     require_chat_template,
@@ -32,29 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEPT = 8  # combinations of tools and variables whose seams are kept
-
-
-@dataclass(frozen=True, slots=True)
-class RenderLimits:
-    """What one row may take.
-
-    Attributes:
-        seconds: processor time of its renders.
-        renders: how often it is rendered.
-        text_bytes: its text, in UTF-8.
-
-    """
-
-    seconds: float = 120
-    renders: int = 2000
-    text_bytes: int = MAX_TEXT_BYTES
-
-
-DEFAULT_LIMITS = RenderLimits()
-
-
-class RenderLimitError(SourceError):
-    """Locating the messages of a row would take too many renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +51,6 @@ class Tokens:
 
     ids: NDArray[np.int32]
     encoding: "Encoding | None"
-
-
-@dataclass(slots=True)
-class TemplateUse:
-    """What is known of a template that is used with the same variables, and with or without tools.
-
-    Attributes:
-        prompts: what it writes to have the assistant speak, the longest first; none if it has no such prompt.
-        memory: what was learned from probes, which are the same for every source, and holds for every conversation.
-        is_probed: whether it was.
-
-    """
-
-    prompts: list[str]
-    memory: TemplateMemory = field(default_factory=TemplateMemory)
-    is_probed: bool = False
 
 
 class Renderer:
@@ -125,7 +91,7 @@ class Renderer:
         self.eos_token: str | None = tokenizer.eos_token if isinstance(tokenizer.eos_token, str) else None
         self._special_tokens = sorted((text for text in tokenizer.get_added_vocab() if text), key=len, reverse=True)
         self._compiled: dict[bool, LimitedTemplate] = {}
-        self._uses: dict[str, TemplateUse] = {}
+        self._uses: dict[str, TemplateMemory] = {}
         for text in self._all_templates():
             has_generation_tags(text)  # which refuses a broken one
         self.limits = limits
@@ -175,7 +141,7 @@ class Renderer:
         """Tell whether the template for conversations with these tools has generation tags."""
         return self._compile(bool(tools)).has_generation_tags
 
-    def use(self, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> "TemplateUse":
+    def use(self, tools: list[JsonValue] | None, template_kwargs: Mapping[str, JsonValue] | None) -> TemplateMemory:
         """Return what is known of the template with such tools and variables."""
         key = f"{bool(tools)} {json.dumps(template_kwargs, sort_keys=True)}" if template_kwargs else str(bool(tools))
         if key not in self._uses:
@@ -183,7 +149,7 @@ class Renderer:
                 self._uses.pop(next(iter(self._uses)))
             own = {self._generation_prompt(template_kwargs)} if template_kwargs else set()
             prompts = (own | self._prompts) - {""}
-            self._uses[key] = TemplateUse(sorted(prompts, key=len, reverse=True))
+            self._uses[key] = TemplateMemory(sorted(prompts, key=len, reverse=True))
         return self._uses[key]
 
     def whole_special_tokens(self, text: str, place: int) -> int:
@@ -303,7 +269,6 @@ class Rendering:
     Attributes:
         messages: as the template can take them.
         text: their render.
-        prompts: see `TemplateUse`.
         known: what is known of the template before the conversation.
         memory: that, and what is learned in it.
 
@@ -318,10 +283,9 @@ class Rendering:
         text: str,
     ) -> None:
         """Take a conversation that was rendered."""
-        use = renderer.use(tools, template_kwargs)
         self.renderer, self.messages, self.text = renderer, messages, text
-        self.prompts, self.known = use.prompts, use.memory
-        self.memory = TemplateMemory(base=use.memory)
+        self.known = renderer.use(tools, template_kwargs)
+        self.memory = TemplateMemory(self.known.prompts, base=self.known)
         self._tools = tools
         self._template_kwargs = template_kwargs
         self._renders = 0

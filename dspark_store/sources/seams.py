@@ -14,21 +14,25 @@ type Roles = tuple[str, str]
 
 @dataclass(slots=True)
 class TemplateMemory:
-    """What a template writes around contents, by roles.
+    """What a template writes around contents, by roles, with the same variables, and with or without tools.
 
     Attributes:
+        prompts: what it writes to have the assistant speak, the longest first; none if it has no such prompt.
         openings: before the first content, by its role.
         gaps: between two contents, by their roles; and where in it the first message ends, if it was looked for.
         closings: behind the last content, by its role.
         seams: what closes a message in front of each header of the next, by the roles of both.
+        is_probed: whether it was learned from probes, which are the same for every source.
         base: what is known of the template beside that.
 
     """
 
+    prompts: list[str]
     openings: dict[str, str] = field(default_factory=dict)
     gaps: dict[Roles, dict[str, int | None]] = field(default_factory=dict)
     closings: dict[str, str] = field(default_factory=dict)
     seams: dict[Roles, "dict[str, Closings]"] = field(default_factory=dict)
+    is_probed: bool = False
     base: "TemplateMemory | None" = None
 
     def learn_seam(self, roles: Roles, closing: str, header: str, *, whole: bool) -> None:

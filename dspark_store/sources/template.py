@@ -17,6 +17,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from dspark_store.sources.limits import MAX_TEXT_BYTES, TextLimitError
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Message
 from dspark_store.sources.source import SourceError
@@ -29,20 +30,11 @@ RENDER_ERRORS = (
     *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
     MemoryError,
 )
-MAX_TEXT_BYTES = 32 * 2**20
 _MAX_BITS = 2**20  # of a number
 CLOCK = "strftime_now"
 """By what name a template asks the clock."""
 
 logger = logging.getLogger(__name__)
-
-
-class TextLimitError(SourceError):
-    """A template writes more text than a row may have."""
-
-    def __init__(self, limit: int) -> None:
-        """Name the limit, in bytes."""
-        super().__init__(f"the chat template writes more than {limit:,} bytes of text; leave the row out or divide it")
 
 
 class LimitedTemplate:

@@ -76,7 +76,7 @@ class Turns:
         """Look at the conversation; RenderLimitError if it surely needs too many renders."""
         self.rendering = rendering
         self.marked: tuple[Marking, MarkedText] | None = None
-        self._messages, self._text, self._prompts = rendering.messages, rendering.text, rendering.prompts
+        self._messages, self._text, self._prompts = rendering.messages, rendering.text, rendering.known.prompts
         self._eos = rendering.renderer.eos_token
         self._places = [Place() for _ in self._messages]
         self._known = {len(self._messages): len(self._text)}

@@ -8,7 +8,8 @@ import torch
 
 from dspark_store.cli.generate import prompt_ids
 from dspark_store.cli.main import main
-from dspark_store.sources.rendering import Renderer, RenderLimits
+from dspark_store.sources.limits import RenderLimits
+from dspark_store.sources.rendering import Renderer
 from dspark_store.target.answers import Answerer, Sampling
 from dspark_store.target.load import load_target, load_tokenizer
 from dspark_store.target.source import TargetSource

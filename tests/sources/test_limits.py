@@ -4,10 +4,10 @@ import time
 import pytest
 
 from dspark_store.sources.chat import ChatSource
-from dspark_store.sources.limits import ProcessorTimeError, run_limited
+from dspark_store.sources.limits import ProcessorTimeError, RenderLimits, run_limited
 from dspark_store.sources.messages import Message
 from dspark_store.sources.options import ChatOptions
-from dspark_store.sources.rendering import Renderer, RenderLimits
+from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
 from tests.sources.words import PLAIN, TAGGED, word_tokenizer, write_rows
 

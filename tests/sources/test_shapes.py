@@ -100,7 +100,7 @@ def test_places_learned_from_one_conversation_do_not_mislead_in_another():
         again = Conversation([dict(message) for message in chat], None)
         expected = tokens_and_mask(Renderer(shape.tokenizer(tagged=False)), again)[1].tolist()
         assert tokens_and_mask(learned, again)[1].tolist() == expected
-    assert learned.use(None, None).memory.gaps
+    assert learned.use(None, None).gaps
 
 
 QWEN3_TOOLS = (

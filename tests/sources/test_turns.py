@@ -3,9 +3,10 @@
 import pytest
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.sources.limits import RenderLimits
 from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_and_mask
 from dspark_store.sources.messages import Conversation
-from dspark_store.sources.rendering import Renderer, Rendering, RenderLimits
+from dspark_store.sources.rendering import Renderer, Rendering
 from dspark_store.sources.source import SourceError
 from tests.sources.templates import GPT_OSS, HERMES, LLAMA31, MISTRAL, QWEN3, QWEN25, byte_tokenizer, shown
 

@@ -195,6 +195,24 @@ class WindowPlan(Plan):
         return f"window {self.rows[record]}"
 
 
+def plan_documents(
+    pair: IndexedPair,
+    over_long: OverLong,
+    seq_length: int,
+    split: str | None,
+    shuffle_seed: int | None,
+    max_samples: int | None,
+) -> DocumentPlan:
+    """Return the documents of a pair, as `select_rows` takes them; SourceError if an option cannot be used."""
+    starts = pair.document_starts()
+    try:
+        rows = select_rows(len(starts) - 1, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+        chosen = np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, range) else np.asarray(rows)
+        return DocumentPlan(starts, chosen, seq_length, over_long)
+    except SourceError as error:
+        raise SourceError(f"{pair.paths.prefix}: {error}") from error
+
+
 def plan_windows(
     pair: IndexedPair,
     options: MegatronOptions,

@@ -1,6 +1,6 @@
 """A Megatron pair as a source of samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from os import PathLike
 from typing import Annotated, Any, cast
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.megatron.options import MegatronOptions
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
-from dspark_store.sources.megatron.plans import DocumentPlan, Plan, Span, WindowPlan, plan_windows
+from dspark_store.sources.megatron.plans import Plan, Span, plan_documents, plan_windows
 from dspark_store.sources.registry import SourceContext, Unset
-from dspark_store.sources.row_order import select_rows
 from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
 
 _IDS_END = 1 << 31  # ids are int32
@@ -72,18 +71,29 @@ class MegatronSource(Source):
         self._masks = self._open_masks()
         self._ids_end = _IDS_END if vocab_size is None else vocab_size
         self._min_supervised = min_supervised
+        self._plan: Plan
+        own: dict[str, JsonValue]
+        if options.mode == "window":
+            settings = options.window_settings(seq_length, shuffle_seed)
+            self._plan = plan_windows(self._pair, options, settings, split, max_samples)
+            own = {
+                **asdict(settings),
+                "carry_next_token": options.carries,
+                "eod_token_id": options.eod_token_id,
+                "parts": options.parts,
+                "part": None if options.parts is None else options.part,
+            }
+        else:
+            self._plan = plan_documents(self._pair, options.over_long, seq_length, split, shuffle_seed, max_samples)
+            own = {"over_long": options.over_long, "shuffle_seed": shuffle_seed}
         self._choice: dict[str, JsonValue] = {
             "mode": options.mode,
             "skip_images": options.skip_images,
             "split": split,
             "max_samples": max_samples,
             "min_supervised": min_supervised,
+            **own,
         }
-        self._plan: Plan
-        if options.mode == "window":
-            self._plan = self._window_plan(seq_length, split, shuffle_seed, max_samples)
-        else:
-            self._plan = self._document_plan(seq_length, split, shuffle_seed, max_samples)
         self._report = SourceReport()
         self._sha256: dict[str, str] | None = None
 
@@ -169,34 +179,6 @@ class MegatronSource(Source):
                 "the same lengths; expected one value, 0 or 1, for each token"
             )
         return masks
-
-    def _document_plan(
-        self, seq_length: int, split: str | None, shuffle_seed: int | None, max_samples: int | None
-    ) -> DocumentPlan:
-        starts = self._pair.document_starts()
-        over_long = self._options.over_long
-        try:
-            rows = select_rows(len(starts) - 1, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
-            plan = DocumentPlan(starts, _as_array(rows), seq_length, over_long)
-        except SourceError as error:
-            raise SourceError(f"{self._name}: {error}") from error
-        self._choice |= {"over_long": over_long, "shuffle_seed": shuffle_seed}
-        return plan
-
-    def _window_plan(
-        self, seq_length: int, split: str | None, shuffle_seed: int | None, max_samples: int | None
-    ) -> WindowPlan:
-        options = self._options
-        settings = options.window_settings(seq_length, shuffle_seed)
-        plan = plan_windows(self._pair, options, settings, split, max_samples)
-        self._choice |= {
-            **asdict(settings),
-            "carry_next_token": options.carries,
-            "eod_token_id": options.eod_token_id,
-            "parts": options.parts,
-            "part": None if options.parts is None else options.part,
-        }
-        return plan
 
     def _read(self, cursor: int) -> Iterator[Sample]:
         counts = _ReadCounts(self._plan, self._report, cursor)
@@ -318,9 +300,3 @@ def _place(pair: IndexedPair, position: int) -> str:
     """Return the place of a token of the stream, for messages: all numbers count from 0."""
     sequence = pair.sequence_at(position)
     return f"{pair.paths.bin}: token {position - int(pair.starts[sequence])} of {pair.index.where(sequence)}"
-
-
-def _as_array(rows: Sequence[int]) -> NDArray[np.int64]:
-    if isinstance(rows, range):  # which NumPy would go through one by one
-        return np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-    return np.asarray(rows, np.int64)
