@@ -87,10 +87,9 @@ class Marking:
             self._choose(index, message)
         self.fits = 2 * len(self.marks) <= _LAST - _FIRST
 
-    def messages(self, count: int | None = None) -> list[Message]:
-        """Return the first messages (all of them by default) with marks."""
-        count = len(self._messages) if count is None else count
-        return [self._marked(index) for index in range(count)]
+    def messages(self) -> list[Message]:
+        """Return the messages with marks."""
+        return [self._marked(index) for index in range(self.size)]
 
     def without_reasoning(self, *, emptied: bool = False) -> list[Message]:
         """Return the messages with marks and without any reasoning: its fields are left out, or empty if so wanted.

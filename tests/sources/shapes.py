@@ -6,8 +6,9 @@ The pieces are written down here without Jinja and without the package, so that 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.sources.templates import byte_tokenizer
 
 HEADER, SAID, REASONING, ENDING, OTHER = "header", "said", "reasoning", "ending", "other"
 
@@ -33,16 +34,9 @@ class Shape:
 
     def tokenizer(self, *, tagged: bool) -> PreTrainedTokenizerFast:
         """Give a tokenizer of bytes and the shape's special tokens."""
-        specials = list(dict.fromkeys((*self.specials, self.eos, *([self.bos] if self.bos else []))))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*specials, *alphabet])}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=self.eos, bos_token=self.bos)
         tags = ("{%- generation %}", "{%- endgeneration %}") if tagged else ("", "")
-        tokenizer.chat_template = self.template.replace("§GEN", tags[0]).replace("§END", tags[1])
-        return tokenizer
+        template = self.template.replace("§GEN", tags[0]).replace("§END", tags[1])
+        return byte_tokenizer(template, self.specials, eos=self.eos, bos=self.bos)
 
 
 def turns(

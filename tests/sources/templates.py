@@ -134,10 +134,10 @@ SPECIALS = (
 
 
 def byte_tokenizer(
-    template: str, specials: Sequence[str] = SPECIALS, *, eos: str = "</s>", bos: str = "<s>"
+    template: str, specials: Sequence[str] = SPECIALS, *, eos: str = "</s>", bos: str | None = "<s>"
 ) -> PreTrainedTokenizerFast:
     """Give a tokenizer of bytes and special tokens."""
-    specials = list(dict.fromkeys((*specials, eos, bos)))
+    specials = list(dict.fromkeys((*specials, eos, *([bos] if bos else []))))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*specials, *alphabet])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -136,11 +136,6 @@ def test_a_refused_conversation_says_why():
         mask_of("{{ raise_exception('no, thanks') }}")
 
 
-def test_a_refused_system_message_goes_to_the_user():
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-    assert mask_of(refusing, [{"role": "system", "content": "ok"}, *CHAT[:2]]) == bits("0*6 1*5")
-
-
 @pytest.mark.parametrize("template", [PLAIN, TAGGED])
 def test_padding_options_of_the_tokenizer_do_not_matter(template):
     tokenizer = word_tokenizer(template, padding_side="left")

@@ -9,7 +9,7 @@ only, i8[N] modes. The `.bin` holds the sequences back to back.
 import logging
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -224,12 +224,19 @@ def _check_size(path: Path, size: int, num_sequences: int, num_boundaries: int) 
     )
 
 
-def _check_lengths(path: Path, lengths: NDArray[np.int32]) -> None:
-    for start in range(0, len(lengths), _BLOCK):
-        bad = np.flatnonzero(lengths[start : start + _BLOCK] < 0)
+def _first(count: int, is_bad: Callable[[slice], NDArray[np.bool_]]) -> int | None:
+    """Return the first of `count` entries that is bad, looked for block by block; None for none."""
+    for start in range(0, count, _BLOCK):
+        bad = np.flatnonzero(is_bad(slice(start, min(count, start + _BLOCK))))
         if len(bad):
-            sequence = start + int(bad[0])
-            raise SourceError(f"{path}: sequence {sequence} has the length {lengths[sequence]}; expected 0 or more")
+            return start + int(bad[0])
+    return None
+
+
+def _check_lengths(path: Path, lengths: NDArray[np.int32]) -> None:
+    sequence = _first(len(lengths), lambda block: lengths[block] < 0)
+    if sequence is not None:
+        raise SourceError(f"{path}: sequence {sequence} has the length {lengths[sequence]}; expected 0 or more")
 
 
 def _check_boundaries(path: Path, boundaries: NDArray[np.int64], num_sequences: int) -> None:
@@ -240,32 +247,28 @@ def _check_boundaries(path: Path, boundaries: NDArray[np.int64], num_sequences: 
             f"{path}: the last document boundary is {boundaries[-1]}; expected {num_sequences}, the number of "
             "sequences (was the last document never ended?)"
         )
-    for start in range(0, len(boundaries), _BLOCK):
-        block = boundaries[start : start + _BLOCK + 1]
-        bad = np.flatnonzero(block[1:] < block[:-1])
-        if len(bad):
-            document = start + int(bad[0])
-            first, last = boundaries[document], boundaries[document + 1]
-            raise SourceError(
-                f"{path}: document {document} starts at sequence {first} and the next one at {last}; "
-                "boundaries never decrease"
-            )
+    starts, ends = boundaries[:-1], boundaries[1:]
+    document = _first(len(starts), lambda block: ends[block] < starts[block])
+    if document is not None:
+        raise SourceError(
+            f"{path}: document {document} starts at sequence {starts[document]} and the next one at {ends[document]}; "
+            "boundaries never decrease"
+        )
 
 
 def _walk_pointers(
     path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
 ) -> tuple[bool, int]:
     """Return whether the sequences stand back to back from byte 0 on, and the byte at which the last of them ends."""
+    sequence = _first(len(pointers), lambda block: (pointers[block] < 0) | (pointers[block] > _LAST_BYTE))
+    if sequence is not None:
+        raise SourceError(f"{path}: sequence {sequence} starts at byte {pointers[sequence]}, which no file has")
     back_to_back, running, last_end = True, 0, 0
     for start, tokens in _blocks(lengths):
         block = pointers[start : start + _BLOCK]
         sizes = tokens * itemsize
         ends = np.cumsum(sizes) + running  # int64: the sum of int32 lengths would wrap at 2^31
         back_to_back &= bool(np.array_equal(block, ends - sizes))
-        bad = np.flatnonzero((block < 0) | (block > _LAST_BYTE))
-        if len(bad):
-            sequence = start + int(bad[0])
-            raise SourceError(f"{path}: sequence {sequence} starts at byte {pointers[sequence]}, which no file has")
         running = int(ends[-1])
         last_end = max(last_end, int((block + sizes).max()))
     return back_to_back, last_end
@@ -279,10 +282,14 @@ def _blocks(lengths: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int64]
 def _check_payload(path: Path, index: PairIndex, end: int) -> None:
     size = path.stat().st_size
     if size < end:
-        sequence = _first_incomplete(index, size)
+        item = index.dtype.itemsize
+        short = _first(
+            index.num_sequences,
+            lambda block: size - index.pointers[block] < index.lengths[block].astype(np.int64) * item,
+        )
         raise SourceError(
             f"{path} has {size} bytes, and its index needs {end}: the last {end - size} bytes are missing, from "
-            f"{index.where(sequence)} on; copy the file again"
+            f"{index.where(short or 0)} on; copy the file again"
         )
     if size > end and index.contiguous:
         raise SourceError(
@@ -293,13 +300,3 @@ def _check_payload(path: Path, index: PairIndex, end: int) -> None:
         logger.warning(
             "%s: the sequences do not stand back to back in the .bin; their pointers are followed", index.path
         )
-
-
-def _first_incomplete(index: PairIndex, size: int) -> int:
-    """Return the first sequence that ends past `size` bytes."""
-    for start, sizes in _blocks(index.lengths):
-        room = size - index.pointers[start : start + _BLOCK]
-        short = np.flatnonzero(room < sizes * index.dtype.itemsize)
-        if len(short):
-            return start + int(short[0])
-    raise SourceError(f"{index.path}: no sequence ends past byte {size}")
