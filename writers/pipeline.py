@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -40,7 +41,15 @@ class BufferPool:
             self._free.append(buffer)
 
 
-type _Item = tuple[Callable[..., None], int]
+@dataclass(slots=True)
+class _Marker:
+    """A place in the queue that somebody waits for; ``error`` is the first of all that stood before it."""
+
+    passed: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+type _Item = tuple[Callable[..., None], int] | _Marker | None
 
 
 class EncodePipeline:
@@ -48,9 +57,9 @@ class EncodePipeline:
 
     At most ``buffer_bytes`` of what is submitted are under way; `submit` waits beyond that. Because sinks run
     one at a time and in order, an object's bytes do not depend on the number of threads. The first error of a task or
-    a sink is raised by the next `submit` or `flush`; what was queued behind it is dropped. One thread submits, flushes
-    and resets. ``buffers`` are for the chunks themselves. ``encode_seconds`` and ``write_seconds`` are what tasks and
-    sinks have taken so far, by the clock and added up over the threads.
+    a sink is raised by the next `submit`, and by every `flush` behind it; what was queued behind it is dropped.
+    Several threads may submit and flush. ``buffers`` are for the chunks themselves. ``encode_seconds`` and
+    ``write_seconds`` are what tasks and sinks have taken so far, by the clock and added up over the threads.
     """
 
     def __init__(self, threads: int, buffer_bytes: int) -> None:
@@ -59,11 +68,10 @@ class EncodePipeline:
         self.buffers = BufferPool()
         self.encode_seconds = self.write_seconds = 0.0
         self._pool = ThreadPoolExecutor(threads, "encode")
-        self._queue: queue.SimpleQueue[_Item | threading.Event | None] = queue.SimpleQueue()
+        self._queue: deque[_Item] = deque()  # its first item is the one that the writing thread has in hand
         self._changed = threading.Condition()
         self._buffer_bytes = buffer_bytes
         self._pending_bytes = 0
-        self._pending = 0
         self._error: BaseException | None = None
         self._writer = threading.Thread(target=self._drain, name="write", daemon=True)
         self._writer.start()
@@ -72,28 +80,31 @@ class EncodePipeline:
         """Queue a task that takes ``nbytes`` bytes until its result has reached ``sink``."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error or not self._pending or self._pending_bytes + nbytes <= self._buffer_bytes
+                lambda: self._error or not self._queue or self._pending_bytes + nbytes <= self._buffer_bytes
             )
             self._raise_error()
-        deliver = partial(self._deliver, self._pool.submit(_timed, task), sink)  # may fail for want of a thread
-        with self._changed:
-            self._pending += 1
+            deliver = partial(self._deliver, self._pool.submit(_timed, task), sink)  # may fail for want of a thread
+            self._put((deliver, nbytes))
             self._pending_bytes += nbytes
-        self._queue.put((deliver, nbytes))
 
     def flush(self) -> None:
-        """Wait until every submitted chunk has reached its sink."""
-        self._settle()
-        self._raise_error()
+        """Wait until every chunk that was submitted before has reached its sink."""
+        error = self._settle()
+        if error is not None:
+            raise error
 
     def reset(self) -> None:
-        """Wait for what is under way and forget an error, so that the shard it broke can be done again."""
+        """Wait for what is under way and forget an error, so that the shard it broke can be done again.
+
+        Nobody may submit meanwhile.
+        """
         self._settle()
         self._error = None
 
     def close(self) -> None:
         """End the threads; chunks still under way are finished or dropped."""
-        self._queue.put(None)
+        with self._changed:
+            self._put(None)
         self._writer.join()
         self._pool.shutdown(cancel_futures=True)
 
@@ -105,40 +116,50 @@ class EncodePipeline:
     ) -> None:
         self.close()
 
-    def _settle(self) -> None:
-        """Wait until the writing thread has come past all that is queued. Then nothing is under way.
+    def _put(self, item: _Item) -> None:
+        """Queue an item; the caller holds the lock."""
+        self._queue.append(item)
+        self._changed.notify_all()
 
-        The counts are not asked: an interrupt may have stopped a `submit` between what it counted and what it queued.
-        """
+    def _settle(self) -> BaseException | None:
+        """Wait until the writing thread has come past all that is queued now; return the first error up to there."""
         if not self._writer.is_alive():
-            return
-        passed = threading.Event()
-        self._queue.put(passed)
-        passed.wait()
+            return self._error
+        marker = _Marker()
         with self._changed:
-            self._pending = self._pending_bytes = 0
+            self._put(marker)
+        marker.passed.wait()
+        return marker.error
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _drain(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            deliver, nbytes = item
+        while (item := self._next()) is not None:
             failure: BaseException | None = None
-            try:
-                deliver(wanted=self._error is None)
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that submits
-                failure = error
-            del deliver, item
+            if isinstance(item, _Marker):
+                item.error = self._error
+                item.passed.set()
+            else:
+                try:
+                    item[0](wanted=self._error is None)
+                except BaseException as error:  # noqa: BLE001 - handed to the thread that submits
+                    failure = error
             with self._changed:
                 self._error = self._error or failure
-                self._pending -= 1
-                self._pending_bytes -= nbytes
+                self._pending_bytes -= 0 if isinstance(item, _Marker) else item[1]
+                self._queue.popleft()
+                if not self._queue:  # an interrupt may have stopped a `submit` before it counted what it queued
+                    self._pending_bytes = 0
                 self._changed.notify_all()
+            del item
+
+    def _next(self) -> _Item:
+        """Wait for the first item of the queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue)
+            return self._queue[0]
 
     def _deliver[T](self, result: Future[tuple[T, float]], sink: Callable[[T], None], *, wanted: bool) -> None:
         value, seconds = result.result()

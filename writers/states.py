@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -182,15 +183,21 @@ class StateShardWriter:
                 self._pipeline.buffers.release(payload)
 
     def finish(self, on_object: Callable[[], None] = lambda: None) -> FinishedObjects:
-        """Wait for the encoders, then make every object durable and visible. The shard is not committed yet.
+        """Wait for the encoders, then make all objects durable at a time, and visible one by one; not yet committed.
 
-        ``on_object`` is called after each object: a slow disk may take long for one.
+        ``on_object`` is called when each is durable, since a slow disk may take long for one, and before each becomes
+        visible.
         """
         self._pipeline.flush()
+        labels = [self._label(item, nonfinite) for item, nonfinite in zip(self._written, self._nonfinite, strict=True)]
         records: dict[StateObject, ObjectRecord] = {}
-        for item, writer, nonfinite in zip(self._written, self._writers, self._nonfinite, strict=True):
-            records[item] = writer.finish(self._label(item, nonfinite))
+        with ThreadPoolExecutor(max(1, len(labels)), "sync") as pool:
+            for item, record in zip(self._written, pool.map(ShardWriter.sync, self._writers, labels), strict=True):
+                records[item] = record
+                on_object()
+        for writer in self._writers:
             on_object()
+            writer.publish()
         stored = sum(record.nbytes for record in records.values())
         if self._shared is not None and self._last in records:
             self._storage.link(self._last.key(self._shard), self._shared.key(self._shard))

@@ -227,7 +227,9 @@ class LocalObjectWriter:
             os.fsync(folder)
 
     def finish(self) -> None:
-        """Make the temporary file's content durable and close it. A failed fsync means writing the object again."""
+        """See `ObjectWriter`. A failed fsync means writing the object again."""
+        if self._file.closed:
+            return
         self._appender.finish()
         os.fsync(self._file.fileno())
         self._appender.close()

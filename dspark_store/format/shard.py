@@ -134,16 +134,23 @@ class ShardWriter:
 
     def finish(self, label: ObjectLabel) -> ObjectRecord:
         """Append trailer and index and commit the object: fsync, rename, fsync of the directory."""
+        record = self.sync(label)
+        self.publish()
+        return record
+
+    def sync(self, label: ObjectLabel) -> ObjectRecord:
+        """Append trailer and index and make the object durable. It is not visible yet."""
         header = label.header()
         length = _trailer_bytes(header, len(self._crcs))
-        trailer = b"".join(
-            [_MAGIC, struct.pack("<I", len(header)), header, self._crcs.tobytes(), struct.pack("<I", length), _MAGIC]
-        )
-        index = self._index.tobytes()
-        tail = trailer + index + struct.pack("<I", crc32c(index))
+        trailer = (_MAGIC, struct.pack("<I", len(header)), header, self._crcs, struct.pack("<I", length), _MAGIC)
+        tail = b"".join((*trailer, self._index, struct.pack("<I", crc32c(self._index))))  # copied once: it may be large
         self._out.write(tail)
-        self._out.commit()
+        self._out.finish()
         return ObjectRecord(self._offset + len(tail), _digest(tail))
+
+    def publish(self) -> None:
+        """Make the durable object visible: rename, fsync of the directory."""
+        self._out.commit()
 
     def abort(self) -> None:
         """Drop the object."""

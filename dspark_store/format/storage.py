@@ -56,8 +56,12 @@ class ObjectWriter(Protocol):
         """Append bytes, one part after the other."""
         ...
 
+    def finish(self) -> None:
+        """Make all that was written durable; nothing is appended any more. Nothing is visible yet."""
+        ...
+
     def commit(self) -> None:
-        """Make the object durable and visible, replacing an older one."""
+        """Make the object durable, unless it is, and visible, replacing an older one."""
         ...
 
     def abort(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -166,7 +168,7 @@ class CaptureEvents:
     """What a capture tells: the valid tokens of every batch, the valid tokens and stored bytes of every commit.
 
     ``before_commit`` is asked before each object becomes visible and before the ledger row does, ``progress`` after
-    each batch; both may raise to stop.
+    each batch; both may raise to stop. ``committed`` and ``before_commit`` are called on the thread that commits.
     """
 
     batch: Callable[[int], None]
@@ -176,34 +178,86 @@ class CaptureEvents:
 
 
 def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -> None:
-    """Take shards as long as there are some, capture and commit them; then help those that step together to end."""
+    """Take shards as long as there are some, and capture them; then help those that step together to end.
+
+    A shard is committed in a thread while the next one's forwards run, so two shards are under way at most. A commit
+    that fails is raised before another shard is begun, and none is committed behind it. When anything else fails, the
+    commit under way comes to its end first, unless other ranks may have to hear of the failure for that.
+    """
     shard: ShardCapture | None = None
-    try:
-        number = crew.next_shard()
-        while crew.any_works(works=number is not None):
-            if number is None:
-                context.run_dummy()
-            else:
-                shard = shard or ShardCapture(context, number)
-                events.batch(shard.step())
-                if shard.captured:
-                    with context.profile.timed("commit"):
-                        _commit(context, crew, shard, events)
-                    shard, number = None, crew.next_shard()
-            events.progress()
-    except BaseException:
-        if shard is not None:
-            shard.abort()
-        raise
+    with ThreadPoolExecutor(1, "commit") as thread:
+        commits = _Commits(context, crew, events, thread)
+        try:
+            number = crew.next_shard()
+            while crew.any_works(works=number is not None):
+                if number is None:
+                    context.run_dummy()
+                else:
+                    shard = shard or ShardCapture(context, number)
+                    events.batch(shard.step())
+                    if shard.captured:
+                        commits.begin(shard)
+                        shard, number = None, crew.next_shard()
+                events.progress()
+                commits.check()
+            commits.wait()
+        except BaseException as error:
+            failure = commits.end()
+            if shard is not None:
+                shard.abort()
+            if failure is not None and isinstance(error, Exception):
+                raise failure from failure.__cause__  # of the earlier shard, whose bytes the other one waited behind
+            raise
 
 
-def _commit(context: CaptureContext, crew: Crew, shard: ShardCapture, events: CaptureEvents) -> None:
-    shard.drain()
-    events.before_commit()
+class _Commits:
+    """Commits captured shards on a thread, one after the other."""
 
-    def publish(parts: Sequence[FinishedObjects]) -> None:
-        events.before_commit()  # the objects may have taken long, and another job may have swept them by now
-        report = publish_states(context.storage, context.record.schema, shard.shard, parts)
-        events.committed(shard.tokens, report.stored_bytes)
+    def __init__(self, context: CaptureContext, crew: Crew, events: CaptureEvents, thread: ThreadPoolExecutor) -> None:
+        self._context, self._crew, self._events, self._thread = context, crew, events, thread
+        self._given_up = threading.Event()
+        self._shard: ShardCapture | None = None
+        self._last: Future[None] | None = None
 
-    crew.commit(shard.shard, shard.finish(events.before_commit), publish)
+    def begin(self, shard: ShardCapture) -> None:
+        """Wait until the shard before is committed, then begin with this one."""
+        self.wait()
+        self._shard = shard
+        self._last = self._thread.submit(self._commit, shard)
+
+    def check(self) -> None:
+        """Raise the error of a commit that has failed."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+
+    def wait(self) -> None:
+        """Wait for the commit under way; raise its error."""
+        with self._context.profile.timed("commit"):
+            if self._last is not None:
+                self._last.result()
+
+    def end(self) -> BaseException | None:
+        """Let the commit under way come to its end, or give it up; drop what is not committed. Return its error."""
+        if not self._crew.alone:
+            self._given_up.set()
+        self._thread.shutdown()
+        if self._shard is not None:
+            self._shard.abort()
+        failure = None if self._last is None else self._last.exception()
+        return None if isinstance(failure, CancelledError) else failure
+
+    def _commit(self, shard: ShardCapture) -> None:
+        shard.drain()
+        self._may_go_on()
+
+        def publish(parts: Sequence[FinishedObjects]) -> None:
+            self._may_go_on()  # the objects may have taken long, and another job may have swept them by now
+            report = publish_states(self._context.storage, self._context.record.schema, shard.shard, parts)
+            self._events.committed(shard.tokens, report.stored_bytes)
+
+        self._crew.commit(shard.shard, shard.finish(self._may_go_on), publish, self._may_go_on)
+
+    def _may_go_on(self) -> None:
+        if self._given_up.is_set():
+            raise CancelledError
+        self._events.before_commit()

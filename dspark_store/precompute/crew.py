@@ -77,12 +77,23 @@ class Crew:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control.lockstep)
         return bool(value)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the job has no other rank."""
+        return self._world.size == 1
+
     def commit(
-        self, shard: int, own: FinishedObjects | None, publish: Callable[[Sequence[FinishedObjects]], None]
+        self,
+        shard: int,
+        own: FinishedObjects | None,
+        publish: Callable[[Sequence[FinishedObjects]], None],
+        check: Callable[[], None],
     ) -> None:
         """Bring together what the crew has written of a shard; its leader then publishes.
 
         ``own`` is this rank's part, None for a rank that writes nothing, as may a stage none of whose layers are kept.
+        ``check`` is asked while other parts are waited for, and may raise to stop. No collective is run here: another
+        thread runs those of the forwards meanwhile.
         """
         if not self.leads:
             if self._plan.writes(self._world.rank):
@@ -91,11 +102,15 @@ class Crew:
             return
         parts = [] if own is None else [own]
         others = (rank for rank in self._plan.crew(self._leader) if rank != self._leader and self._plan.writes(rank))
-        parts.extend(FinishedObjects.from_json(self._part(shard, rank), self._schema) for rank in others)
+        parts.extend(FinishedObjects.from_json(self._part(shard, rank, check), self._schema) for rank in others)
         publish(parts)
 
-    def _part(self, shard: int, rank: int) -> str:
-        return self._world.wait_for(lambda: self._world.keys.get(_part_key(shard, rank)))
+    def _part(self, shard: int, rank: int, check: Callable[[], None]) -> str:
+        def ready() -> str | None:
+            check()
+            return self._world.keys.get(_part_key(shard, rank))
+
+        return self._world.wait_for(ready)
 
 
 def _part_key(shard: int, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,17 +105,24 @@ class CaptureCounts:
 
 @dataclass(slots=True)
 class Profile:
-    """Seconds of one rank's main thread, by what it did. ``wait`` is for the encoders, the disk or another rank."""
+    """Seconds of the thread that makes it, by what it did. ``wait`` is for the encoders, the disk or another rank.
+
+    What other threads do meanwhile is not counted.
+    """
 
     forward: float = 0.0
     copy: float = 0.0
     wait: float = 0.0
     commit: float = 0.0
     _counted: float = field(default=0.0, init=False)
+    _thread: int = field(default_factory=threading.get_ident, init=False)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Add the block's seconds to ``what``, but for those that a block inside it counts as something else."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
         started, counted = time.perf_counter(), self._counted
         try:
             yield
@@ -130,7 +138,7 @@ class Profile:
             "forward": (self.forward, "the target's forwards"),
             "copy": (self.copy, "waiting for copies off the device"),
             "waiting": (self.wait, "for the encoders, the disk or other ranks"),
-            "commit": (self.commit, "the last chunks, fsync and ledger rows"),
+            "commit": (self.commit, "for the commit of the shard before"),
             "rest": (rest, "reading tokens, making batches"),
         }
         for name, (spent, what) in shares.items():

@@ -9,7 +9,7 @@ from dspark_store import open_cache
 from tests.crash.orders import Strike
 from tests.crash.storm import KILLED, Storm, committed_states
 
-SEED = 20
+SEED, SHARDS_UNDER_WAY = 20, 2
 TIED = pytest.mark.parametrize("storm", [False, True], indirect=True, ids=["untied", "tied"])
 
 
@@ -35,6 +35,7 @@ def kill_at_each(storm, store, steps):
         outcome = storm.run(store, kill_at=step)
         assert outcome.exit_code == KILLED, f"step {step}: {outcome.log}"
         assert outcome.calls == step
+        assert len(set(outcome.shards) - committed_states(store)) <= SHARDS_UNDER_WAY
         storm.resume(store)
         shutil.rmtree(store)
 
@@ -47,6 +48,7 @@ def kill_at_random_instants(storm, store, kills):
         outcome = storm.run(store, strike=Strike(after=rng.uniform(0, storm.reference.seconds)))
         assert outcome.exit_code in (KILLED, 0), outcome.log
         assert captured.isdisjoint(outcome.shards)
+        assert len(set(outcome.shards) - committed_states(store)) <= SHARDS_UNDER_WAY
         if kill % 3 == 2:
             storm.resume(store)
             shutil.rmtree(store)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -154,15 +155,16 @@ def _path(name: Any, options: dict[str, Any]) -> str:
 
 
 def _trace_calls(tell: Tell, order: Order, *, kills: bool) -> None:
-    done = 0
+    done, one_at_a_time = 0, threading.Lock()
 
     def counted(name: str, call: Callable[..., Any], first: Any, *rest: Any, **named: Any) -> Any:
         nonlocal done
         if name == "fsync" or _path(first, named).startswith(order.store):
-            done += 1
-            tell(f"call {name}")
-            if kills and done == order.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            with one_at_a_time:
+                done += 1
+                tell(f"call {name}")
+                if kills and done == order.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
         return call(first, *rest, **named)
 
     for name in COUNTED_CALLS:

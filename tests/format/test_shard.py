@@ -41,6 +41,8 @@ class Memory:
         self.data += b"".join(bytes(part) for part in parts)
         self.size = len(self.data)
 
+    def finish(self) -> None: ...
+
     def commit(self) -> None:
         self.committed = True
 

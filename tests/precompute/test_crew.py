@@ -41,6 +41,10 @@ def finished(items, stored):
     return FinishedObjects({item: ObjectRecord(10 + item.slot, 2**63 + item.slot) for item in items}, stored, (stored,))
 
 
+def proceed():
+    """Let a commit go on."""
+
+
 def names(objects):
     return [item.name for item in objects]
 
@@ -65,9 +69,9 @@ def test_a_leader_publishes_what_every_stage_has_written(crews):
     shard = leader.next_shard()
     first, second = SCHEMA.state_objects[:2], SCHEMA.state_objects[2:]
     published: list[FinishedObjects] = []
-    thread = threading.Thread(target=lambda: leader.commit(shard, finished(first, 5), published.extend))
+    thread = threading.Thread(target=lambda: leader.commit(shard, finished(first, 5), published.extend, proceed))
     thread.start()
-    follower.commit(shard, finished(second, 6), published.extend)  # which is not for it to do
+    follower.commit(shard, finished(second, 6), published.extend, proceed)  # which is not for it to do
     thread.join(20)
     assert published == [finished(first, 5), finished(second, 6)]
 
@@ -77,14 +81,14 @@ def test_a_leader_that_waits_for_a_part_ends_with_the_job(crews, watch):
     shard = leader.next_shard()
     watch.stop("rank 1: no space is left")
     with pytest.raises(StoppedError, match="rank 1: no space is left"):
-        leader.commit(shard, finished((), 1), lambda parts: None)
+        leader.commit(shard, finished((), 1), lambda parts: None, proceed)
 
 
 def test_ranks_that_write_nothing_are_not_waited_for(crews):
     leader, follower = crews(ParallelPlan(2, tp=2))
     published: list[FinishedObjects] = []
-    follower.commit(7, None, lambda parts: None)
-    leader.commit(7, finished(SCHEMA.state_objects, 5), published.extend)
+    follower.commit(7, None, lambda parts: None, proceed)
+    leader.commit(7, finished(SCHEMA.state_objects, 5), published.extend, proceed)
     assert published == [finished(SCHEMA.state_objects, 5)]
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import dspark_store as ds
+from dspark_store.format.files import LocalObjectWriter
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.metadata import COPY_KEY, read_record
 from dspark_store.format.schema import LAYERS
-from dspark_store.format.shard import ShardWriter
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
@@ -104,19 +104,24 @@ def losing_lock(monkeypatch, output, owner, name, when=lambda *args: True):
     monkeypatch.setattr(owner, name, call_and_lose)
 
 
-def is_of_states(writer, label):
-    return label.places[0].column == LAYERS
+def is_of_states(writer):
+    return writer.key.startswith(f"{LAYERS}/c.")
 
 
 @pytest.mark.parametrize(
-    ("owner", "when", "objects"), [(ShardCapture, lambda *args: True, 4), (ShardWriter, is_of_states, 1)]
+    ("owner", "name", "when", "objects"),
+    [
+        (ShardCapture, "finish", lambda *args: True, 4),
+        (LocalObjectWriter, "finish", is_of_states, 0),
+        (LocalObjectWriter, "commit", is_of_states, 1),
+    ],
 )
 def test_a_job_that_loses_its_lock_while_it_finishes_a_shard_does_not_commit_it(
-    store, llama, chats, tmp_path, monkeypatch, capsys, owner, when, objects
+    store, llama, chats, tmp_path, monkeypatch, capsys, owner, name, when, objects
 ):
     output = tmp_path / "store"
     with monkeypatch.context() as patch:
-        losing_lock(patch, output, owner, "finish", when)
+        losing_lock(patch, output, owner, name, when)
         assert main(arguments(llama, chats, output)) == 3
     assert capsys.readouterr().err.endswith(f"stopped: {output} was taken over by another job; this one ends\n")
     assert list((output / "ledger" / "states").glob("c.*")) == []

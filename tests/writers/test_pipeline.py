@@ -228,41 +228,67 @@ def test_a_reset_waits_for_what_is_under_way():
     assert len(arrived) == 1
 
 
-class Failing:
-    """Stands in for a part of the pipeline whose next call fails."""
+def fail_once(owner, call, error, *, late):
+    """Have the next call of a part of the pipeline fail, ``late`` or before it has done anything."""
+    good = getattr(owner, call)
 
-    def __init__(self, pipeline, part, call, error):
-        self.good, self.call, self.error = getattr(pipeline, part), call, error
-        self.mend = partial(setattr, pipeline, part, self.good)
-        setattr(pipeline, part, self)
+    def fail(*args):
+        setattr(owner, call, good)
+        if late:
+            good(*args)
+        raise error
 
-    def __getattr__(self, name):
-        if name == self.call:
-            self.mend()
-            raise self.error
-        return getattr(self.good, name)
+    setattr(owner, call, fail)
 
 
 @pytest.mark.parametrize("ask", ["reset", "flush"])
 @pytest.mark.parametrize(
-    ("part", "call", "error"),
+    ("part", "call", "error", "late"),
     [
-        ("_pool", "submit", RuntimeError("can't start new thread")),
-        ("_pool", "submit", KeyboardInterrupt()),
-        ("_queue", "put", KeyboardInterrupt()),
+        ("_pool", "submit", RuntimeError("can't start new thread"), False),
+        ("_pool", "submit", KeyboardInterrupt(), True),
+        (None, "_put", KeyboardInterrupt(), False),
+        (None, "_put", KeyboardInterrupt(), True),
     ],
 )
-def test_a_submit_that_fails_midway_leaves_nothing_to_wait_for(part, call, error, ask):
+def test_a_submit_that_fails_midway_leaves_nothing_to_wait_for(part, call, error, late, ask):
     arrived: list[EncodedChunk] = []
     with EncodePipeline(1, 100) as pipeline:
         pipeline.submit(partial(chunk, 1), 60, arrived.append)
-        Failing(pipeline, part, call, error)
+        fail_once(getattr(pipeline, part) if part else pipeline, call, error, late=late)
         with pytest.raises(type(error)):
             pipeline.submit(partial(chunk, 2), 60, arrived.append)
         assert finishes_within(10, getattr(pipeline, ask))
         assert finishes_within(10, partial(pipeline.submit, partial(chunk, 3), 60, arrived.append))
         pipeline.flush()
-    assert [encoded.crc for encoded in arrived] == [1, 3]
+    assert [encoded.crc for encoded in arrived] == ([1, 2, 3] if call == "_put" and late else [1, 3])
+
+
+def test_threads_that_submit_at_the_same_time_share_the_room():
+    under_way, most, lock = [0], [0], threading.Lock()
+
+    def enter():
+        with lock:
+            under_way[0] += 40
+            most[0] = max(most[0], under_way[0])
+        return chunk(0)
+
+    def leave(_):
+        with lock:
+            under_way[0] -= 40
+
+    def submit_some():
+        for _ in range(50):
+            pipeline.submit(enter, 40, leave)
+
+    with EncodePipeline(4, 100) as pipeline:
+        threads = [threading.Thread(target=submit_some) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        pipeline.flush()
+    assert (under_way[0], most[0] <= 100) == (0, True)
 
 
 def test_a_closed_pipeline_has_nothing_to_wait_for():

@@ -1,4 +1,5 @@
 import os
+import threading
 import tracemalloc
 from dataclasses import replace
 
@@ -161,6 +162,37 @@ def test_the_ledger_row_is_published_after_every_object(storage, monkeypatch):
     monkeypatch.setattr(LocalStorage, "put_new", watched)
     write_shard(storage)
     assert seen == {"ledger/states/c.0.0.0": ([f"c.0.0.{slot}" for slot in range(len(LAYER_IDS))], ["c.0.0.0"])}
+
+
+def test_the_objects_of_a_shard_are_synced_at_the_same_time(storage, monkeypatch):
+    meeting, finish = threading.Barrier(len(LAYER_IDS) + 1), LocalObjectWriter.finish
+
+    def meet(writer):
+        if "hidden_states" in writer.key and writer.key not in met:
+            met.add(writer.key)
+            meeting.wait(60)
+        finish(writer)
+
+    met = set[str]()
+    monkeypatch.setattr(LocalObjectWriter, "finish", meet)
+    write_shard(storage, shared_slot=None)
+    assert len(met) == len(LAYER_IDS) + 1
+
+
+def test_no_object_is_visible_before_all_are_durable(storage, monkeypatch):
+    finish, visible = LocalObjectWriter.finish, []
+
+    def watched(writer):
+        visible.append(storage.list(LAYERS) + storage.list(LAST))
+        finish(writer)
+
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        monkeypatch.setattr(LocalObjectWriter, "finish", watched)
+        asked = []
+        writer.finish(lambda: asked.append(len(storage.list(LAYERS) + storage.list(LAST))))
+    assert visible[: len(LAYER_IDS)] == [[]] * len(LAYER_IDS)
+    assert asked == [0, 0, 0, 0, 1, 2]
 
 
 def test_an_aborted_shard_leaves_nothing(storage):

@@ -78,6 +78,9 @@ class MemoryWriter:
         """See `ObjectWriter`."""
         self.parts += [part.tobytes() if isinstance(part, np.ndarray) else bytes(part) for part in parts]
 
+    def finish(self) -> None:
+        """See `ObjectWriter`."""
+
     def commit(self) -> None:
         """See `ObjectWriter`."""
         self.overlay.put(self.key, b"".join(self.parts))
