@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from contextlib import closing
 
 import pytest
@@ -12,6 +11,7 @@ from dspark_store.cli.main import main
 from dspark_store.format.schema import COLUMNS, IDS, MASK
 from dspark_store.format.shard import read_tail
 from dspark_store.readers.cache import open_cache
+from dspark_store.target.batches import padded_batch
 from tests.precompute.jobs import precompute
 from tests.stores import build_store
 from tests.tiny import save_target_dir, tiny_qwen3, write_chats
@@ -146,7 +146,7 @@ def test_a_store_without_tables_is_estimated_without(tmp_path, capsys):
 
 
 def test_without_a_measurement_the_target_is_not_loaded_and_the_answer_says_so(place, capsys, monkeypatch):
-    monkeypatch.setattr("dspark_store.inspection.estimate.trial.JobTarget", None)
+    monkeypatch.setattr("dspark_store.inspection.estimate.measurement.JobTarget", None)
     found = estimate(place, capsys, "--measure", "0")
     assert found["basis"] == "a table of ratios: nothing was measured"
     assert (found["measured_rows"], found["seconds"]) == (0, None)
@@ -178,20 +178,17 @@ def test_the_text_tells_parts_codecs_and_other_layouts(place, capsys):
 
 def test_a_process_that_is_told_to_end_does_so_between_two_batches(place, capsys, monkeypatch):
     chats, target = str(place / "chats.jsonl"), str(place / "target")
-    forwards = []
+    batches = []
 
-    def forward(trial, ids, attention):
-        forwards.append(ids)
-        os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            trial._check()
-            time.sleep(0.01)
+    def first_batch(*given):
+        batches.append(given)
+        signal.raise_signal(signal.SIGTERM)
+        return padded_batch(*given)
 
-    monkeypatch.setattr("dspark_store.inspection.estimate.trial._Trial._forward", forward)
+    monkeypatch.setattr("dspark_store.inspection.estimate.measurement.padded_batch", first_batch)
     assert main(["estimate", chats, "--target-model", target, *SETTINGS]) == 143
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped: ")
-    assert len(forwards) == 1
+    assert len(batches) == 1
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,10 @@ def estimate_duration(
     grid_rows: int,
     batch_size: int,
     *,
-    tokens_per_second: float | None,
-    positions_per_second: float | None,
-    encode_seconds: float | None,
-    threads: int,
+    tokens_per_second: float | None = None,
+    positions_per_second: float | None = None,
+    encode_seconds: float | None = None,
+    threads: int = 1,
 ) -> Duration | None:
     """Return how long the capture of a corpus takes, None when no rate is known.
 

@@ -14,7 +14,14 @@ from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
 from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
-from dspark_store.inspection.estimate.measurement import Measurement, TrialEncoder, Variant, measure_store, variants
+from dspark_store.inspection.estimate.measurement import (
+    Measurement,
+    TrialEncoder,
+    Variant,
+    measure_store,
+    measure_target,
+    variants,
+)
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, check_identity, plan_job
@@ -84,7 +91,9 @@ def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord |
     schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
     measurement, basis = None, TABLE
     if measure:
-        measurement, device = _measure_job(job, corpus, schemas)
+        with TrialEncoder(corpus.rows, schemas, last_layer) as encoder:
+            device = measure_target(job, encoder)
+        measurement = encoder.measurement
         basis = f"{len(corpus.rows):,} rows taken at random and run through the target on {device}"
     known_rate = None if measurement else recorded_rate(recorded)
     duration = estimate_duration(
@@ -125,16 +134,6 @@ def _samples_of(job: Job, rows: int, recorded: StoreRecord | None) -> tuple[Corp
     return corpus, counts
 
 
-def _measure_job(job: Job, corpus: Corpus, schemas: Mapping[Variant, StoreSchema]) -> tuple[Measurement, str]:
-    from dspark_store.inspection.estimate.trial import measure_target
-
-    measurement = Measurement(corpus.rows)
-    with TrialEncoder(measurement, schemas, job.new_record.last_layer) as encoder:
-        encoder.encode_tokens()
-        device = measure_target(job, encoder)
-    return measurement, device
-
-
 def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     """Estimate a finished or growing store, or what it would be in another codec or with fewer of its layers.
 
@@ -151,10 +150,9 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     schemas = _schemas(schema, choice.chunk_tokens or 0, dtypes)
     measurement, basis = None, TABLE
     if measure and cache.index.committed():
-        measurement = Measurement(corpus.rows)
-        with TrialEncoder(measurement, schemas, record.last_layer) as encoder:
-            encoder.encode_tokens()
+        with TrialEncoder(corpus.rows, schemas, record.last_layer) as encoder:
             measure_store(cache, schema.layer_ids, encoder)
+        measurement = encoder.measurement
         basis = f"{len(corpus.rows):,} rows of the store, taken at random and encoded anew"
     given = choice.tokens_per_second
     if given is not None and given <= 0:
@@ -164,9 +162,6 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
         schema.shard_size,
         operator.index(cache.manifest.get("batch_size", 1)),  # type: ignore[arg-type] # a whole number in JSON
         tokens_per_second=given or recorded_rate(cache.record),
-        positions_per_second=None,
-        encode_seconds=None,
-        threads=1,
     )
     chosen, others = _estimates(record, schemas, corpus, measurement)
     rate_basis = "as given" if given else "as the store records"

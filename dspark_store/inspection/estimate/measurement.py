@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -15,15 +15,22 @@ import torch
 from dspark_store.format.codecs import CODEC_PRESETS, state_chain
 from dspark_store.format.dtypes import bits_tensor, cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
-from dspark_store.format.schema import ID_FILL, IDS, LAST, LAYERS, MASK, MASK_FILL, StoreSchema
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects
+from dspark_store.format.token_shards import TOKEN_VALUES, TokenRows
 from dspark_store.inspection.estimate.corpus import Row
+from dspark_store.precompute.job import Job
+from dspark_store.precompute.job_target import JobTarget, plan_target
+from dspark_store.precompute.ranks import join_world
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
+from dspark_store.target.batches import batches_of, padded_batch
+from dspark_store.target.capture import StageStates
 
 _TABLE_CHUNKS = 16
 type RowStates = tuple[int, list[torch.Tensor]]
 """The place of a row among those measured, and its states: of each captured layer (length, H), then the last."""
+type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
 
 class Variant(NamedTuple):
@@ -72,10 +79,13 @@ def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
 
 def token_row_bytes(schema: StoreSchema, ids: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
     """Return the bytes of one row's chunk of ids and of its chunk of the mask."""
-    padded_ids = np.full(schema.seq_length, ID_FILL, "<i4")
-    padded_mask = np.full(schema.seq_length, MASK_FILL, "u1")
-    padded_ids[: len(ids)], padded_mask[: len(mask)] = ids, mask
-    return schema.chain(IDS).encode(padded_ids).nbytes, schema.chain(MASK).encode(padded_mask).nbytes
+    sizes = []
+    for column, values in ((IDS, ids), (MASK, mask)):
+        dtype, fill = TOKEN_VALUES[column]
+        padded = np.full(schema.seq_length, fill, dtype)
+        padded[: len(values)] = values
+        sizes.append(schema.chain(column).encode(padded).nbytes)
+    return sizes[0], sizes[1]
 
 
 def table_bytes(schema: StoreSchema, table: torch.Tensor) -> float:
@@ -119,23 +129,23 @@ class Measurement:
 
 
 class TrialEncoder:
-    """Fills a measurement: encodes rows and tables in every variant, in threads."""
+    """Fills a measurement of rows, whose tokens it encodes at once: states and tables in every variant, in threads."""
 
-    def __init__(self, measurement: Measurement, schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
-        self.measurement = measurement
+    def __init__(self, rows: tuple[Row, ...], schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
+        self.measurement = Measurement(rows)
         self._schemas = schemas
         self._last_layer = last_layer
         # the codecs are never run in the main thread, where blosc takes threads of its own
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "encode")
 
-    def __enter__(self) -> TrialEncoder:
+    def __enter__(self) -> Self:
+        self._encode_tokens()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def encode_tokens(self) -> None:
-        """Encode the token columns of all rows."""
+    def _encode_tokens(self) -> None:
         for variant, schema in self._schemas.items():
             if variant.codec not in self.measurement.ids:
                 sizes = [token_row_bytes(schema, row.ids, row.mask) for row in self.measurement.rows]
@@ -144,18 +154,17 @@ class TrialEncoder:
 
     def encode_states(self, rows: Iterable[RowStates]) -> None:
         """Encode the states of rows as they come."""
-        count = len(self.measurement.rows)
+        measurement, tokens = self.measurement, int(self.measurement.tokens.sum())
         for variant, schema in self._schemas.items():
             objects = distinct_objects(schema, self._last_layer)
-            self.measurement.states[variant] = np.zeros((count, len(objects)), np.int64)
-            self.measurement.encode_seconds[variant] = 0.0
-        with start_progress("measure", int(self.measurement.tokens.sum()), "tokens") as progress:
+            measurement.states[variant] = np.zeros((len(measurement.rows), len(objects)), np.int64)
+            measurement.encode_seconds[variant] = 0.0
+        with start_progress("measure", tokens, "tokens") as progress:
             for place, states in rows:
                 self._encode_row(place, states)
-                progress.advance(len(self.measurement.rows[place]))
-        tokens = max(1, int(self.measurement.tokens.sum()))
+                progress.advance(len(measurement.rows[place]))
         for variant in self._schemas:
-            self.measurement.encode_seconds[variant] /= tokens
+            measurement.encode_seconds[variant] /= max(1, tokens)
 
     def _encode_row(self, place: int, states: list[torch.Tensor]) -> None:
         tasks = []
@@ -201,3 +210,50 @@ def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) ->
             yield place, [*batch[LAYERS][0], batch[LAST][0]]
 
     encoder.encode_states(stored())
+
+
+def measure_target(job: Job, encoder: TrialEncoder) -> str:
+    """Run the rows of a measurement through the target in the job's batches, and encode their states and its tables.
+
+    Returns the kind of device that it ran on. Raises what loading a target raises, ValueError under torchrun, and
+    StoppedError when the process is told to end.
+    """
+    with join_world() as world:
+        if world.size > 1:
+            raise ValueError("an estimate runs the target in one process: start it without torchrun")
+        shape = plan_target(job.config, 1, job.target)
+        target = JobTarget(job.config, world, shape.plan, shape.num_layers)
+        with target.groups_open():
+            tables = target.loaded.weights()
+            if tables is None:
+                raise RuntimeError("one process was given no vocabulary tables")
+            stored = [tables.embedding, *([] if tables.facts["tied"] else [tables.head])]
+            encoder.encode_tables([*stored, *([] if tables.head_bias is None else [tables.head_bias])])
+            capture = target.loaded.capture(job.new_record.schema.layer_ids)
+            encoder.encode_states(_run(job, encoder.measurement, capture, target.input_device, world.watch.check))
+        return target.device.type
+
+
+def _run(
+    job: Job, measurement: Measurement, capture: Capture, device: torch.device, check: Callable[[], None]
+) -> Iterator[RowStates]:
+    """Yield the states of every row, on the CPU as the compute dtype has them; in the end, note how fast it was.
+
+    The first forward warms up: its time counts where it is the only one.
+    """
+    tokens = TokenRows([row.ids for row in measurement.rows], [row.mask for row in measurement.rows])
+    pad, vocab_size = (cast(int, job.manifest[name]) for name in ("pad_token_id", "target_vocab_size"))
+    positions, seconds = 0, 0.0
+    for number, batch in enumerate(batches_of(tokens.lengths, job.config.batch_size)):
+        check()
+        ids, attention = padded_batch(tokens, batch, pad, vocab_size)
+        started = time.perf_counter()
+        found = capture(ids.to(device), attention.to(device))
+        if found.last is None:
+            raise RuntimeError("one process was given no last hidden states")
+        states = [layer.cpu() for layer in (*found.layers, found.last)]
+        spent = time.perf_counter() - started
+        positions, seconds = (ids.numel(), spent) if number < 2 else (positions + ids.numel(), seconds + spent)
+        for position, row in enumerate(batch):
+            yield row, [layer[position, : len(measurement.rows[row])] for layer in states]
+    measurement.positions_per_second = positions / seconds

@@ -12,46 +12,34 @@ from dspark_store.format.storage import DOCUMENT_BYTES, LocalStorage, ObjectRead
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Write an object, replacing an older one."""
+class Change:
+    """What an object under ``key`` becomes: ``data``, or the one under ``source`` too; with neither it is removed."""
 
     key: str
-    data: bytes
+    data: bytes | None = None
+    source: str | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Let an object appear under a second key."""
-
-    source: str
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Remove an object."""
-
-    key: str
-
-
-type Change = Put | Link | Delete
+    @property
+    def removes(self) -> bool:
+        """Whether the object is removed."""
+        return self.data is None and self.source is None
 
 
 class MemoryObject:
     """`ObjectReader` of bytes in memory."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self._data = data
         self.size = len(data)
 
     def read(self, offset: int, length: int) -> bytes:
         """See `ObjectReader`."""
-        return self.data[offset : offset + length]
+        return self._data[offset : offset + length]
 
     def read_into(self, buffer: Buffer, offset: int) -> int:
         """See `ObjectReader`."""
         view = memoryview(buffer).cast("B")
-        part = self.data[offset : offset + len(view)]
+        part = self.read(offset, len(view))
         view[: len(part)] = part
         return len(part)
 
@@ -112,21 +100,17 @@ class Overlay(LocalStorage):
 
     def _source(self, key: str) -> str | bytes:
         """Return the bytes of an object that was changed, or the key of the one on disk that stands for it."""
-        change = self._latest.get(key)
-        if change is None:
-            return key
-        if isinstance(change, Put):
+        change = self._latest.get(key, Change(key, source=key))
+        if change.data is not None:
             return change.data
-        if isinstance(change, Link):
+        if change.source is not None:
             return change.source
         raise FileNotFoundError(f"{self.path(key)} is removed")
 
     def open(self, key: str) -> ObjectReader:  # type: ignore[override] # an object in memory is no file
         """See `Storage`."""
         source = self._source(key)
-        if isinstance(source, bytes):
-            return MemoryObject(source)
-        return super().open(source)
+        return MemoryObject(source) if isinstance(source, bytes) else super().open(source)
 
     def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
         """See `Storage`."""
@@ -136,7 +120,7 @@ class Overlay(LocalStorage):
     def exists(self, key: str) -> bool:
         """See `Storage`."""
         change = self._latest.get(key)
-        return super().exists(key) if change is None else not isinstance(change, Delete)
+        return super().exists(key) if change is None else not change.removes
 
     def list(self, directory: str) -> list[str]:
         """See `Storage`."""
@@ -144,12 +128,12 @@ class Overlay(LocalStorage):
         for key, change in self._latest.items():
             folder, _, name = key.rpartition("/")
             if folder == directory:
-                names = names - {name} if isinstance(change, Delete) else names | {name}
+                names = names - {name} if change.removes else names | {name}
         return sorted(names)
 
     def put(self, key: str, data: bytes) -> None:
         """See `Storage`."""
-        self._add(Put(key, data))
+        self._add(Change(key, data))
 
     def put_new(self, key: str, data: bytes) -> None:
         """See `Storage`."""
@@ -165,12 +149,12 @@ class Overlay(LocalStorage):
         """See `Storage`; ``source`` must be on disk, unchanged."""
         if source in self._latest:
             raise ValueError(f"{source} is changed, and cannot be linked to before it is written")
-        self._add(Link(source, key))
+        self._add(Change(key, source=source))
 
     def delete(self, key: str) -> None:
         """See `Storage`."""
         if self.exists(key):
-            self._add(Delete(key))
+            self._add(Change(key))
 
     def sweep(self) -> int:
         """See `Storage`."""
@@ -183,11 +167,10 @@ class Overlay(LocalStorage):
         """Make the changes in the order in which they were asked for; ``check`` is called before each."""
         for change in self.changes:
             check()
-            match change:
-                case Put(key, data):
-                    storage.put(key, data)
-                case Link(source, key):
-                    storage.link(source, key)
-                case Delete(key):
-                    storage.delete(key)
-                    storage.remove_empty_folders(key)
+            if change.data is not None:
+                storage.put(change.key, change.data)
+            elif change.source is not None:
+                storage.link(change.source, change.key)
+            else:
+                storage.delete(change.key)
+                storage.remove_empty_folders(change.key)

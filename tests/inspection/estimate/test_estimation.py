@@ -40,8 +40,7 @@ def test_the_range_holds_the_truth_nearly_always_though_some_rows_are_odd():
 
 
 def duration(**rates):
-    given = {"tokens_per_second": None, "positions_per_second": None, "encode_seconds": None, "threads": 4, **rates}
-    return estimate_duration(corpus_of([10, 30, 20, 40]), 2, 2, **given)
+    return estimate_duration(corpus_of([10, 30, 20, 40]), 2, 2, threads=4, **rates)
 
 
 def test_the_time_counts_the_padding_of_every_batch():
