@@ -45,8 +45,7 @@ def run(given: argparse.Namespace, out: TextIO | None = None) -> int:
     out = out or sys.stdout
     if given.n < 0 or given.tokens < 0:
         raise ValueError(f"-n and --tokens must not be negative, got {min(given.n, given.tokens)}")
-    from dspark_store.inspection.samples import SampleReader
-    from dspark_store.inspection.tokenizer import find_tokenizer
+    from dspark_store.inspection.samples import SampleReader, find_tokenizer
     from dspark_store.readers.cache import open_cache
     from dspark_store.readers.tensors import chosen_slots
 

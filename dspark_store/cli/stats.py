@@ -119,7 +119,7 @@ def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Wor
 
 def _decoder(cache: Cache, chosen: str | None) -> Decode | None:
     """Return what turns ids into texts: the tokenizer that was chosen, or the target's where it is on this machine."""
-    from dspark_store.inspection.tokenizer import find_tokenizer
+    from dspark_store.inspection.samples import find_tokenizer
 
     found = find_tokenizer(cache.manifest, chosen)
     if found.note:

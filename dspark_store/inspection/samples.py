@@ -1,19 +1,26 @@
-"""Single samples of a store, whatever its phase: their tokens, and the size of their states."""
+"""Single samples of a store, whatever its phase: tokens, the tokenizer that they are of, and norms of their states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.ledger import token_ledger
+from dspark_store.format.manifest import Manifest
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, SOURCE_CURSOR, TOKEN_OBJECTS
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard, sample_digest
 from dspark_store.readers.cache import Cache
+from dspark_store.sources.identity import tokenizer_sha256
+from dspark_store.target.source import TargetSource, locate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +142,50 @@ def _samples_so_far(storage: Storage, shard_size: int) -> int:
         return 0
     rows = int(ledger.row(whole[-1])[TOKEN_OBJECTS.index(SOURCE_CURSOR), 1])
     return whole[-1] * shard_size + min(rows, shard_size)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTokenizer:
+    """A tokenizer, or None, and what a user should know about it, empty when nothing."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    note: str = ""
+
+
+def find_tokenizer(manifest: Manifest, given: str | None = None) -> FoundTokenizer:
+    """Load the tokenizer of the model ``given``, else that of the store's target if it is on this machine.
+
+    A hub id of the manifest is looked for in the local cache alone, at the revision that was recorded. ValueError when
+    what is ``given`` cannot be loaded.
+    """
+    from dspark_store.target.load import load_tokenizer
+
+    if given is not None:
+        tokenizer = load_tokenizer(TargetSource(given))
+        recorded = manifest.get("tokenizer_sha256")
+        same = recorded is None or recorded == tokenizer_sha256(tokenizer)
+        return FoundTokenizer(tokenizer, "" if same else f"{given} has not the tokenizer that the store was made with")
+    model = manifest.get("target_model")
+    if not isinstance(model, str) or not model:
+        return FoundTokenizer(None, "the store names no target; give its tokenizer with --tokenizer")
+    try:
+        directory = _local(model, manifest.get("target_revision"))
+        return FoundTokenizer(load_tokenizer(TargetSource(directory)))
+    except (ValueError, OSError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        return FoundTokenizer(None, f"tokens are shown as ids, give --tokenizer for text: {reason}")
+
+
+def _local(model: str, revision: object) -> str:
+    """Return the path of a model on this machine; OSError when it is a hub id that is not in the local cache."""
+    location = locate(TargetSource(model))
+    if location.directory is not None:
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = revision if isinstance(revision, str) and revision else None
+    try:
+        return snapshot_download(model, revision=wanted, local_files_only=True)
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise OSError(f"model {model!r} is neither a path nor in the local cache") from error

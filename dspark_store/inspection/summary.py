@@ -14,17 +14,6 @@ from dspark_store.format.metadata import Nodes, read_metadata, read_record, reco
 from dspark_store.format.schema import COLUMNS, StoreSchema
 from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.column_sizes import (
-    ColumnSize,
-    OtherLayouts,
-    ShardRows,
-    column_sizes,
-    compare,
-    layer_sizes,
-    token_sizes,
-    total_size,
-)
-from dspark_store.inspection.other_files import FileGroup, files_beside
 from dspark_store.inspection.sample_survey import (
     LedgerRows,
     SampleSummary,
@@ -35,6 +24,18 @@ from dspark_store.inspection.sample_survey import (
     source_shares,
     survey_index,
     survey_shards,
+)
+from dspark_store.inspection.sizes import (
+    ColumnSize,
+    FileGroup,
+    OtherLayouts,
+    ShardRows,
+    column_sizes,
+    compare,
+    files_beside,
+    layer_sizes,
+    token_sizes,
+    total_size,
 )
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.readers.checks.strays import Links, find_links

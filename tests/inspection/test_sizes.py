@@ -1,4 +1,4 @@
-"""Bytes of columns and layers, as stored and as values."""
+"""Bytes of columns and layers, as stored and as values, and of the files beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.schema import StoreSchema
-from dspark_store.inspection.column_sizes import ShardRows, compare, layer_sizes, token_sizes, total_size
+from dspark_store.inspection.sizes import ShardRows, compare, files_beside, layer_sizes, token_sizes, total_size
+from tests.stores import build_store
 
 SCHEMA = StoreSchema(5, 3, 10, 4, 2, (0, 1), cache_dtype("fp32"), "default", 5)
 VECTOR = 16
@@ -60,3 +61,31 @@ def test_ids_and_mask_are_four_bytes_and_one():
 def test_nothing_stored_has_no_ratio():
     compared = compare(SCHEMA, 0, 0, 0)
     assert (compared.padded_ratio, compared.ragged_ratio) == (None, None)
+
+
+def groups_of(store):
+    return {group.name: group for group in files_beside(store.storage)}
+
+
+def test_index_ledger_target_and_metadata_are_counted_apart(tmp_path):
+    store = build_store(tmp_path / "s")
+    groups = groups_of(store)
+    assert (groups["index"].files, groups["ledger"].files) == (5, 6)
+    metadata = [*store.path.rglob("zarr.json"), *store.path.rglob("root.json")]
+    assert groups["metadata"].files == len(metadata)
+    assert groups["metadata"].bytes == sum(path.stat().st_size for path in metadata)
+    assert groups["unfinished"].files == groups["other"].files == 0
+
+
+def test_a_tied_head_takes_nothing(tmp_path):
+    tied, own = build_store(tmp_path / "tied", tied=True), build_store(tmp_path / "own")
+    assert (groups_of(tied)["target"].files, groups_of(own)["target"].files) == (1, 2)
+
+
+def test_what_does_not_belong_is_told_apart(tmp_path):
+    store = build_store(tmp_path / "s")
+    (store.path / "index" / ".c.0.ab.tmp").write_bytes(b"12345")
+    (store.path / "notes").mkdir()
+    (store.path / "notes" / "read.me").write_bytes(b"123")
+    groups = groups_of(store)
+    assert (groups["unfinished"].bytes, groups["other"].bytes) == (5, 3)
