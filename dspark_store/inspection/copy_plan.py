@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.ledger import distinct_bytes
 from dspark_store.format.manifest import CopiedFrom, StoreRecord, identity_digest
 from dspark_store.format.metadata import has_store, read_record
 from dspark_store.format.schema import EMBED, HEAD, TOKEN_OBJECTS, StoreSchema
@@ -209,13 +210,7 @@ def _weight_bytes(record: StoreRecord) -> int:
 
 
 def _source_state_bytes(source: Cache) -> int:
-    first = len(TOKEN_OBJECTS)
-    positions = range(first, first + len(source.schema.state_objects))
-    shards = range(source.schema.tokens.num_shards)
-    return sum(
-        sum(item.nbytes for item in {source.index.object_record(shard, position) for position in positions})
-        for shard in shards
-    )
+    return int(distinct_bytes(source.index.objects)[:, len(TOKEN_OBJECTS) :].sum())
 
 
 def _last_layer(record: StoreRecord) -> int:

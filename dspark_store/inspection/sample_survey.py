@@ -242,19 +242,15 @@ def survey_shards(storage: LocalStorage, record: StoreRecord, ledger: LedgerRows
     return SampleSurvey(count, samples, tokens, lengths, supervised)
 
 
-def source_shares(index: StoreIndex, record: StoreRecord, survey: SampleSurvey, damage: list[str]) -> list[SourceShare]:
-    """Return what each part of a blend has in a store whose tokens are final; nothing for a store of one source."""
-    names = record.schema.sources
-    source = read_or_note(lambda: index.source, damage) if names else None
-    if source is None or survey.lengths is None or survey.supervised is None:
-        return []
-    samples = np.bincount(source, minlength=len(names)).tolist()
-    tokens = np.bincount(source, survey.lengths, len(names)).astype(np.int64).tolist()
-    supervised = np.bincount(source, survey.supervised, len(names)).astype(np.int64).tolist()
-    total = max(1, sum(tokens))
+def source_shares(
+    names: Sequence[str], source: np.ndarray, lengths: np.ndarray, supervised: np.ndarray
+) -> list[SourceShare]:
+    """Return what each part of a blend has, by the number of each sample's source, (N,), its length and supervision."""
+    sums = [np.bincount(source, values, len(names)).astype(np.int64) for values in (None, lengths, supervised)]
+    total = max(1, int(lengths.sum()))
     return [
-        SourceShare(name, of_samples, of_tokens, of_supervised, of_tokens / total)
-        for name, of_samples, of_tokens, of_supervised in zip(names, samples, tokens, supervised, strict=True)
+        SourceShare(name, samples, tokens, of_supervised, tokens / total)
+        for name, samples, tokens, of_supervised in zip(names, *(column.tolist() for column in sums), strict=True)
     ]
 
 

@@ -170,7 +170,7 @@ def summarise(storage: LocalStorage) -> Summary:
         to_come=_to_come(storage, record, survey, columns, states.committed),
         beside=files_beside(storage),
         links=find_links(storage),
-        sources=() if in_token_phase else tuple(source_shares(index, record, survey, damage)),
+        sources=() if in_token_phase else _sources(index, record, survey, damage),
         equality_classes=_equality_classes(record),
         producers=record.producers,
         manifest=record.manifest,
@@ -178,6 +178,16 @@ def summarise(storage: LocalStorage) -> Summary:
         head=record.head,
         damage=tuple(damage),
     )
+
+
+def _sources(
+    index: StoreIndex, record: StoreRecord, survey: SampleSurvey, damage: list[str]
+) -> tuple[SourceShare, ...]:
+    names = record.schema.sources
+    source = read_or_note(lambda: index.source, damage) if names else None
+    if source is None or survey.lengths is None or survey.supervised is None:
+        return ()
+    return tuple(source_shares(names, source, survey.lengths, survey.supervised))
 
 
 def _shards(record: StoreRecord, tokens: LedgerRows, states: LedgerRows) -> ShardSummary:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit, pack_array, unpack_array
+from dspark_store.format.arrays import pack_array
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.ledger import Ledger, state_ledger, token_ledger
@@ -130,7 +129,7 @@ def mend_ledgers(state: RepairState) -> list[ShardEvidence]:
     schema, complete = state.schema, state.record.complete
     shards = range(schema.tokens.num_shards)
     found = state.workers.in_order("ledger", partial(gather, state.storage, state.record), shards)
-    table, proved = _table(state) if complete else (None, False)
+    table, proved = state.read_index(INDEX_OBJECTS) if complete else (None, False)
     tokens, states = token_ledger(state.storage), state_ledger(state.storage, schema)
     rows: list[np.ndarray] = []
     for shard, evidence in enumerate(found):
@@ -155,26 +154,7 @@ def mend_status(state: RepairState, found: Sequence[ShardEvidence]) -> None:
     status = np.full(schema.num_samples, STATUS_GOOD, np.uint8)
     for shard, evidence in enumerate(found):
         status[[shard * schema.shard_size + row for row in evidence.nonfinite]] = STATUS_NONFINITE
-    restore_index(state, {INDEX_STATUS: status})
-
-
-def restore_index(state: RepairState, values: dict[str, np.ndarray]) -> None:
-    """Write arrays of the index that are not these, and their checksums into the record, where it has others."""
-    specs = {**state.schema.token_index(), **state.schema.final_index()}
-    checksums: dict[str, str] = {}
-    for path, array in values.items():
-        (key,) = array_keys(path, specs[path])
-        data = pack_array(array.astype(specs[path].data_type, copy=False))
-        state.restore(key, data)
-        checksums[path] = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
-    record = state.record.with_checksums(checksums)
-    if record != state.record:  # somebody has sealed what he edited
-        state.restored += state.write_record(record)
-
-
-def checksum_holds(state: RepairState, path: str, data: bytes) -> bool:
-    """Tell whether these are the bytes of an array of the index that was sealed."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest() == state.record.checksums.get(path)
+    state.restore_index({INDEX_STATUS: status})
 
 
 def _settle(state: RepairState, ledger: Ledger, shard: int, row: np.ndarray | None, lost: dict[int, str]) -> None:
@@ -184,25 +164,14 @@ def _settle(state: RepairState, ledger: Ledger, shard: int, row: np.ndarray | No
         state.restore(ledger.key(shard), pack_array(row))
 
 
-def _table(state: RepairState) -> tuple[np.ndarray | None, bool]:
-    """Return `index/objects`, None when it is damaged, and whether it is the one that was sealed."""
-    spec = state.schema.final_index()[INDEX_OBJECTS]
-    (key,) = array_keys(INDEX_OBJECTS, spec)
-    try:
-        data = state.storage.read(key, object_limit(spec))
-        return unpack_array(data, spec.data_type, spec.shape, key), checksum_holds(state, INDEX_OBJECTS, data)
-    except (FileNotFoundError, DamagedStoreError):
-        return None, False
-
-
 def _mend_table(state: RepairState, table: np.ndarray, *, proved: bool) -> None:
     """Write the table that the rows give.
 
     If a table was the sealed one and the rows are right without it, it was sealed after somebody had edited it. If
     there was none, the rows must give the one that was sealed: else one of them has a cursor that nothing else tells.
     """
-    if not proved and not checksum_holds(state, INDEX_OBJECTS, pack_array(table)):
+    if not proved and not state.is_sealed(INDEX_OBJECTS, pack_array(table)):
         for shard in range(len(table)):
             state.mark_lost(state.tokens, shard, _CURSOR)
         return
-    restore_index(state, {INDEX_OBJECTS: table})
+    state.restore_index({INDEX_OBJECTS: table})

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from dspark_store.format.damage import IrregularObjectError
+import numpy as np
+
+from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit, pack_array, unpack_array
+from dspark_store.format.damage import DamagedStoreError, IrregularObjectError
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes
-from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS, StoreSchema
+from dspark_store.format.schema import WEIGHTS, ArraySpec, StoreSchema
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, SealedRoot, mend_metadata
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.strays import is_object_name
 from dspark_store.writers.recovery import sweep_uncommitted
-
-_TABLES = (EMBED, HEAD, HEAD_BIAS)
 
 
 @dataclass(slots=True)
@@ -86,6 +88,36 @@ class RepairState:
             self.storage.delete(key)
             self.removed.append(key)
 
+    def restore_index(self, values: Mapping[str, np.ndarray]) -> None:
+        """Write arrays of the index that are not these, and their checksums into the record, where it has others."""
+        specs = self._index_specs()
+        checksums: dict[str, str] = {}
+        for path, array in values.items():
+            (key,) = array_keys(path, specs[path])
+            data = pack_array(array.astype(specs[path].data_type, copy=False))
+            self.restore(key, data)
+            checksums[path] = _digest(data)
+        record = self.record.with_checksums(checksums)
+        if record != self.record:  # somebody has sealed what he edited
+            self.restored += self.write_record(record)
+
+    def read_index(self, path: str) -> tuple[np.ndarray | None, bool]:
+        """Return an array of the index, None when it is damaged, and whether it is the one that was sealed."""
+        spec = self._index_specs()[path]
+        (key,) = array_keys(path, spec)
+        try:
+            data = self.storage.read(key, object_limit(spec))
+            return unpack_array(data, spec.data_type, spec.shape, key), self.is_sealed(path, data)
+        except (OSError, DamagedStoreError):
+            return None, False
+
+    def is_sealed(self, path: str, data: bytes) -> bool:
+        """Tell whether these are the bytes of an array of the index that was sealed."""
+        return _digest(data) == self.record.checksums.get(path)
+
+    def _index_specs(self) -> dict[str, ArraySpec]:
+        return {**self.schema.token_index(), **self.schema.final_index()}
+
     def write_record(self, record: StoreRecord) -> list[str]:
         """Go on under another record, and write every ``zarr.json`` that differs under it; return their keys."""
         self.root = self.root.changed(record)
@@ -94,6 +126,10 @@ class RepairState:
     def mark_lost(self, shards: dict[int, str], shard: int, why: str) -> None:
         """Note that a shard must be made again; the first reason counts."""
         shards.setdefault(shard, why)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def uncommit(state: RepairState) -> None:
@@ -130,7 +166,7 @@ def sweep(state: RepairState) -> int:
     storage, record = state.storage, state.record
     before = len(storage.changes)
     promised = record_nodes(record)
-    arrays = [*record.schema.token_index(), *record.schema.final_index(), *_TABLES]
+    arrays = [*record.schema.token_index(), *record.schema.final_index(), *WEIGHTS]
     for path in arrays:
         if path not in promised:
             for name in storage.list(path):

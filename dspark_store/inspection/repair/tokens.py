@@ -8,14 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from dspark_store.format.arrays import array_keys, object_limit, unpack_array
-from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import IDS, INDEX_SOURCE, MASK
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard, sources_key
-from dspark_store.inspection.repair.evidence import checksum_holds, gather, restore_index
+from dspark_store.inspection.repair.evidence import gather
 from dspark_store.inspection.repair.state import RepairState
 from dspark_store.writers.publish import TokenSummary, summarise_tokens, token_index_values
 from dspark_store.writers.tokens import write_shard_sources
@@ -70,25 +68,20 @@ def mend_token_index(state: RepairState) -> None:
         found = _mend_sources(state, found)
     summaries = [tokens.summary for tokens in found if tokens.summary is not None]
     if not state.tokens:
-        restore_index(state, token_index_values(state.schema, summaries))
+        state.restore_index(token_index_values(state.schema, summaries))
 
 
 def _mend_sources(state: RepairState, found: Sequence[ReadTokens]) -> list[ReadTokens]:
     """Write damaged objects of sources again from `index/source`; without it, the tokens must be made again."""
-    spec = state.schema.token_index()[INDEX_SOURCE]
-    (key,) = array_keys(INDEX_SOURCE, spec)
-    try:
-        data = state.storage.read(key, object_limit(spec))
-        numbers = unpack_array(data, spec.data_type, spec.shape, key)
-    except (OSError, DamagedStoreError):
-        data, numbers = b"", np.empty(0, np.uint16)
-    known = checksum_holds(state, INDEX_SOURCE, data) and bool((numbers < len(state.schema.sources)).all())
+    numbers, sealed = state.read_index(INDEX_SOURCE)
+    if not sealed or numbers is None or (numbers >= len(state.schema.sources)).any():
+        numbers = None
     mended = list(found)
     for shard, tokens in enumerate(found):
         if tokens.summary is None or not tokens.sourceless:
             continue
         rows = state.schema.tokens.rows(shard)
-        if not known:
+        if numbers is None:
             state.mark_lost(state.tokens, shard, f"{sources_key(shard)} and {INDEX_SOURCE} are both damaged")
             continue
         write_shard_sources(state.storage, state.record, shard, numbers[rows].tolist(), tokens.digest)

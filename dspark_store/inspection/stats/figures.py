@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.inspection.sample_survey import source_shares
 from dspark_store.inspection.stats.tallies import Moments, StateTally, TokenTally, quantile
 from dspark_store.readers.cache import Cache
 
@@ -156,7 +157,7 @@ def summarise_lengths(cache: Cache) -> Summary:
         "samples": len(lengths),
         **_distribution(lengths),
         "full": full,
-        "full_share": full / len(lengths) if len(lengths) else None,
+        "full_share": _share(full, len(lengths)),
         "histogram": _histogram(lengths, longest),
     }
 
@@ -166,31 +167,27 @@ def summarise_supervision(cache: Cache) -> Summary:
     total, supervised = int(cache.lengths.sum()), cache.supervised
     return {
         **_distribution(supervised),
-        "share": int(supervised.sum()) / total if total else None,
+        "share": _share(int(supervised.sum()), total),
         "samples_without": int((supervised == 0).sum()),
     }
 
 
 def summarise_sources(cache: Cache) -> list[JsonValue]:
     """Return the figures of each part of a blend as JSON, nothing for a store of one source."""
-    count, total = len(cache.sources), int(cache.lengths.sum())
-    if not count:
-        return []
-    sums = [np.bincount(cache.source, values, count) for values in (None, cache.lengths, cache.supervised)]
-    figures: list[JsonValue] = []
-    for name, samples, tokens, supervised in zip(cache.sources, *(column.tolist() for column in sums), strict=True):
-        figures.append(
-            {
-                "name": name,
-                "samples": int(samples),
-                "tokens": int(tokens),
-                "token_share": tokens / total if total else None,
-                "mean_length": tokens / samples if samples else None,
-                "supervised": int(supervised),
-                "supervised_share": supervised / tokens if tokens else None,
-            }
-        )
-    return figures
+    shares = source_shares(cache.sources, cache.source, cache.lengths, cache.supervised) if cache.sources else []
+    total = sum(part.tokens for part in shares)
+    return [
+        {
+            "name": part.name,
+            "samples": part.samples,
+            "tokens": part.tokens,
+            "token_share": _share(part.tokens, total),
+            "mean_length": _share(part.tokens, part.samples),
+            "supervised": part.supervised,
+            "supervised_share": _share(part.supervised, part.tokens),
+        }
+        for part in shares
+    ]
 
 
 def _distribution(counts: np.ndarray) -> Summary:
