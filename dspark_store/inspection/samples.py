@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """The valid tokens of a sample: ``ids``, (length,) integers, and ``mask``, (length,) of 0 and 1."""
+    """The valid tokens of a sample by its number: ``ids`` (length,) int32 and ``mask`` (length,) uint8, of 0 and 1."""
 
+    number: int
     ids: np.ndarray
     mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,8 @@ class SampleReader:
         if self._growing_tokens:
             shard, row = divmod(sample, self._grid.shard_size)
             rows = read_token_shard(self._cache.storage, self._cache.record, shard)
-            return SampleTokens(rows.ids[row], rows.masks[row])
-        length = int(self._cache.lengths[sample])
-        batch = self._cache.read([sample], columns=(IDS, MASK), positions=slice(0, length))
-        tokens = SampleTokens(batch[IDS][0].numpy(), batch[MASK][0].numpy())
-        check_foreign_tokens(self._cache, sample, tokens.ids, tokens.mask)
-        return tokens
+            return SampleTokens(sample, rows.ids[row], rows.masks[row])
+        return read_tokens(self._cache, sample)
 
     def has_states(self, sample: int) -> bool:
         """Whether a sample's states are there."""
@@ -100,6 +100,14 @@ class SampleReader:
         )
         measured = [measure(layer_id, states) for layer_id, states in zip(ids, batch[LAYERS][0], strict=True)]
         return [*measured, measure(None, batch[LAST][0])]
+
+
+def read_tokens(cache: Cache, sample: int) -> SampleTokens:
+    """Read the tokens of a sample of a store whose tokens are final; DamagedStoreError as for `SampleReader.tokens`."""
+    batch = cache.read([sample], columns=(IDS, MASK), positions=slice(0, int(cache.lengths[sample])))
+    ids, mask = batch[IDS][0].numpy().astype(np.int32), batch[MASK][0].numpy().astype(np.uint8)
+    check_foreign_tokens(cache, sample, ids, mask)
+    return SampleTokens(sample, ids, mask)
 
 
 def check_foreign_tokens(cache: Cache, sample: int, ids: np.ndarray, mask: np.ndarray) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from dspark_store.progress import start_progress
 
 if TYPE_CHECKING:
     from distributed import Client
-from typing import Protocol, Self
 
 _CONNECT_SECONDS = 20
 _IN_FLIGHT = 4
@@ -21,17 +20,27 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Who does something to every shard: ``threads`` of this process (None: one a core), or those of a dask scheduler.
+    """Who does something to every shard: ``threads`` of this process, by default one a processor core, or a cluster.
 
-    See `map_shards`, which does it.
+    With a ``scheduler``, the address of a dask.distributed one (``tcp://host:8786``), its workers do it, which must see
+    the store under the same path: tasks and results are then pickled, and a shard whose worker is lost is done again by
+    another. So a task must give the same when it runs twice.
     """
 
     threads: int | None = None
     scheduler: str | None = None
 
     def each[Result](self, task: Callable[[int], Result], shards: Sequence[int]) -> Generator[tuple[int, Result]]:
-        """Yield every shard with its result, in any order."""
-        return map_shards(task, shards, threads=self.threads, scheduler=self.scheduler)
+        """Yield every shard with what ``task`` returned for it, as the results come, in any order.
+
+        What a task raises is raised here, and what has not begun is dropped. OSError when there is no such scheduler,
+        ImportError when the package is missing.
+        """
+        return (
+            _in_threads(task, shards, self._threads)
+            if self.scheduler is None
+            else _on_cluster(task, shards, self.scheduler)
+        )
 
     def in_order[Result](self, what: str, task: Callable[[int], Result], shards: Sequence[int]) -> list[Result]:
         """Return the results in the order of the shards, with a bar that says ``what`` is done."""
@@ -44,41 +53,22 @@ class Workers:
 
     def encoders(self, shards: int) -> int:
         """Return the threads that encode each of so many shards, where these are fewer than the threads there are."""
-        if self.scheduler is not None:
-            return 1
-        return max(1, (self.threads or cores()) // max(1, shards))
+        return max(1, self._threads // max(1, shards)) if self.scheduler is None else 1
+
+    @property
+    def _threads(self) -> int:
+        return self.threads or len(os.sched_getaffinity(0))
 
 
-def cores() -> int:
-    """Return how many processor cores this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def map_shards[Result](
-    task: Callable[[int], Result],
-    shards: Sequence[int],
-    *,
-    threads: int | None = None,
-    scheduler: str | None = None,
+def _in_threads[Result](
+    task: Callable[[int], Result], shards: Sequence[int], threads: int
 ) -> Generator[tuple[int, Result]]:
-    """Yield every shard with what ``task`` returned for it, as the results come, in any order.
-
-    In this process by ``threads`` threads, by default one a processor core. With a ``scheduler``, the address of a
-    dask.distributed one (``tcp://host:8786``), by its workers, which must see the store under the same path: ``task``
-    and its results are then pickled, and a shard whose worker is lost is done again by another. So a task must give the
-    same when it runs twice. What a task raises is raised here, and what has not begun is dropped. OSError when there is
-    no such scheduler, ImportError when the package is missing.
-    """
-    if scheduler is not None:
-        yield from _on_cluster(task, shards, scheduler)
-        return
-    workers = threads or cores()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="shard")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="shard")
     try:
         todo = iter(shards)
         running: dict[Future[Result], int] = {}
         while True:
-            for shard in islice(todo, _IN_FLIGHT * workers - len(running)):
+            for shard in islice(todo, _IN_FLIGHT * threads - len(running)):
                 running[pool.submit(task, shard)] = shard
             if not running:
                 return
@@ -90,7 +80,7 @@ def map_shards[Result](
 
 def _on_cluster[Result](
     task: Callable[[int], Result], shards: Sequence[int], scheduler: str
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result]]:
     todo = iter(shards)
     with _connect(scheduler) as client:
         from distributed import KilledWorker, as_completed

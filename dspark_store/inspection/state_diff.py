@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.inspection.shardwise import map_shards
+from dspark_store.inspection.shardwise import Workers
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 
@@ -142,7 +142,7 @@ def compare_states(
     found = StateDifference()
     task = partial(_compare_shard, a, b, pairs.kept(order), bounds, layers)
     with start_progress("compare", len(pairs), "samples") as progress:
-        for _, difference in map_shards(task, list(bounds), threads=threads):
+        for _, difference in Workers(threads).each(task, list(bounds)):
             found.add(difference)
             progress.advance(difference.compared)
     return found

@@ -14,7 +14,7 @@ from distributed import LocalCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.inspection.shardwise import MergeTree, map_shards
+from dspark_store.inspection.shardwise import MergeTree, Workers
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,16 @@ def square(shard: int) -> int:
 
 @pytest.mark.parametrize("threads", [1, 3, None])
 def test_threads_do_every_shard_once(threads):
-    assert sorted(map_shards(square, range(100), threads=threads)) == [(shard, shard**2) for shard in range(100)]
+    assert sorted(Workers(threads=threads).each(square, range(100))) == [(shard, shard**2) for shard in range(100)]
 
 
 def test_no_shards_give_no_results():
-    assert list(map_shards(square, [])) == []
+    assert list(Workers().each(square, [])) == []
 
 
 def test_what_a_task_raises_is_raised_and_the_rest_is_dropped():
     with pytest.raises(ValueError, match="shard 5 is refused"):
-        list(map_shards(Refusing(5), range(10_000), threads=2))
+        list(Workers(threads=2).each(Refusing(5), range(10_000)))
 
 
 def test_only_a_few_shards_are_begun_ahead_of_who_takes_the_results():
@@ -81,7 +81,7 @@ def test_only_a_few_shards_are_begun_ahead_of_who_takes_the_results():
             begun.append(shard)
         return shard
 
-    results = map_shards(task, range(1000), threads=2)
+    results = Workers(threads=2).each(task, range(1000))
     next(results)
     time.sleep(0.1)
     assert len(begun) < 20
@@ -89,30 +89,30 @@ def test_only_a_few_shards_are_begun_ahead_of_who_takes_the_results():
 
 
 def test_a_cluster_does_every_shard_once(cluster):
-    results = map_shards(square, range(100), scheduler=cluster.scheduler_address)
+    results = Workers(scheduler=cluster.scheduler_address).each(square, range(100))
     assert sorted(results) == [(shard, shard**2) for shard in range(100)]
 
 
 def test_what_a_task_raises_on_a_cluster_is_raised_here(cluster):
     with pytest.raises(ValueError, match="shard 5 is refused"):
-        list(map_shards(Refusing(5), range(50), scheduler=cluster.scheduler_address))
+        list(Workers(scheduler=cluster.scheduler_address).each(Refusing(5), range(50)))
 
 
 def test_a_lost_worker_changes_nothing(cluster, tmp_path):
-    results = map_shards(Killing(tmp_path / "mark"), range(50), scheduler=cluster.scheduler_address)
+    results = Workers(scheduler=cluster.scheduler_address).each(Killing(tmp_path / "mark"), range(50))
     assert sorted(results) == [(shard, shard**2) for shard in range(50)]
     assert (tmp_path / "mark").exists()
 
 
 def test_a_shard_that_kills_every_worker_is_told_in_one_line(cluster):
     with pytest.raises(OSError, match="died of the same shard several times"):
-        list(map_shards(die, range(1), scheduler=cluster.scheduler_address))
+        list(Workers(scheduler=cluster.scheduler_address).each(die, range(1)))
 
 
 def test_a_scheduler_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr("dspark_store.inspection.shardwise._CONNECT_SECONDS", 1)
     with pytest.raises(OSError, match=r"no dask scheduler answers at tcp://127\.0\.0\.1:9"):
-        list(map_shards(square, range(3), scheduler="tcp://127.0.0.1:9"))
+        list(Workers(scheduler="tcp://127.0.0.1:9").each(square, range(3)))
 
 
 @dataclass(frozen=True)

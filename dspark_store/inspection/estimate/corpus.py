@@ -9,25 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_store.format.schema import IDS, MASK
+from dspark_store.inspection.samples import SampleTokens, read_tokens
 from dspark_store.precompute.rows import no_samples
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Sample, Source
 
 _SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The tokens of one sample: ids (length,) int32, mask (length,) uint8. ``number`` is its place in the corpus."""
-
-    number: int
-    ids: np.ndarray
-    mask: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +27,7 @@ class Corpus:
 
     lengths: np.ndarray
     supervised: np.ndarray | None
-    rows: tuple[Row, ...]
+    rows: tuple[SampleTokens, ...]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -57,17 +45,17 @@ class Reservoir:
         self._size = size
         self._seen = 0
         self._random = random.Random(_SEED)
-        self._kept: list[Row] = []
+        self._kept: list[SampleTokens] = []
 
     def show(self, sample: Sample) -> None:
         """Take note of one more row."""
         number, self._seen = self._seen, self._seen + 1
         place = number if number < self._size else self._random.randrange(self._seen)
         if place < self._size:
-            row = Row(number, sample.input_ids, sample.loss_mask)
+            row = SampleTokens(number, sample.input_ids, sample.loss_mask)
             self._kept[place : place + 1] = [row]
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[SampleTokens, ...]:
         """Return what is kept, in the order in which it came."""
         return tuple(sorted(self._kept, key=lambda row: row.number))
 
@@ -101,7 +89,7 @@ def _known(source: Source, lengths: np.ndarray, rows: int) -> Corpus:
     chosen = chosen_numbers(len(records), rows)
     samples = [source.sample(int(records[number])) for number in chosen]
     taken = tuple(
-        Row(number, sample.input_ids, sample.loss_mask) for number, sample in zip(chosen, samples, strict=True)
+        SampleTokens(number, sample.input_ids, sample.loss_mask) for number, sample in zip(chosen, samples, strict=True)
     )
     return Corpus(lengths[records], None, taken)
 
@@ -116,14 +104,8 @@ def count_store(cache: Cache, rows: int) -> Corpus:
     grid = cache.schema.tokens
     readable = [sample for shard in cache.index.committed() for sample in grid.rows(shard)]
     samples = readable or range(len(cache))
-    taken = tuple(_row_of(cache, samples[place]) for place in chosen_numbers(len(samples), rows))
+    taken = tuple(read_tokens(cache, samples[place]) for place in chosen_numbers(len(samples), rows))
     return Corpus(cache.lengths.astype(np.int64), cache.supervised.astype(np.int64), taken)
-
-
-def _row_of(cache: Cache, sample: int) -> Row:
-    length = int(cache.lengths[sample])
-    batch = cache.read([sample], columns=(IDS, MASK), positions=slice(0, length))
-    return Row(sample, batch[IDS][0].numpy().astype(np.int32), batch[MASK][0].numpy().astype(np.uint8))
 
 
 def chosen_numbers(count: int, wanted: int) -> Sequence[int]:

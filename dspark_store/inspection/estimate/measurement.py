@@ -18,7 +18,7 @@ from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects
 from dspark_store.format.token_shards import TOKEN_VALUES, TokenRows
-from dspark_store.inspection.estimate.corpus import Row
+from dspark_store.inspection.samples import SampleTokens
 from dspark_store.precompute.job import Job
 from dspark_store.precompute.job_target import JobTarget, plan_target
 from dspark_store.precompute.ranks import join_world
@@ -114,7 +114,7 @@ class Measurement:
     ``encode_seconds`` a token, of one thread, by variant.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SampleTokens, ...]
     states: dict[Variant, np.ndarray] = field(default_factory=dict)
     ids: dict[str, np.ndarray] = field(default_factory=dict)
     masks: dict[str, np.ndarray] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Measurement:
 class TrialEncoder:
     """Fills a measurement of rows, whose tokens it encodes at once: states and tables in every variant, in threads."""
 
-    def __init__(self, rows: tuple[Row, ...], schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
+    def __init__(self, rows: tuple[SampleTokens, ...], schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
         self.measurement = Measurement(rows)
         self._schemas = schemas
         self._last_layer = last_layer

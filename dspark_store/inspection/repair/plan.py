@@ -12,11 +12,10 @@ from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.repair.evidence import mend_ledgers, mend_status
+from dspark_store.inspection.repair.evidence import mend_ledgers, mend_status, mend_token_index, mend_token_phase
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
 from dspark_store.inspection.repair.state import RepairState, sweep, uncommit
-from dspark_store.inspection.repair.tokens import mend_token_index, mend_token_phase
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.readers.checks.array_check import check_weights
 from dspark_store.readers.checks.findings import StoreView
