@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.progress import start_progress
 from dspark_store.text import say
 
 if TYPE_CHECKING:
-    from dspark_store.inspection.shardwise import Workers
     from dspark_store.inspection.stats.figures import Decode
     from dspark_store.inspection.stats.survey import Rules
     from dspark_store.readers.cache import Cache
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write both files and print where they are; return 0, or 1 when the store is damaged."""
-    from dspark_store.inspection.stats.report import summary_lines
+    from dspark_store.inspection.stats.report import measure_store, summary_lines
     from dspark_store.precompute.undo import new_folders_undone
     from dspark_store.readers.cache import open_cache
 
@@ -56,7 +54,8 @@ def run(given: argparse.Namespace) -> int:
         cache = open_cache(store, allow_incomplete=True, allow_reduced_depth=True)
         with new_folders_undone(output):  # a place that cannot be written to is told of before the pass, not after it
             output.mkdir(parents=True, exist_ok=True)
-            statistics = _measure(cache, rules, given, workers)
+            decode = _decoder(cache, given.tokenizer)
+            statistics = measure_store(cache, rules, workers=workers, decode=decode)
     except DamagedStoreError as error:
         raise DamagedStoreError(f"{error}; dspark-store verify lists all that is wrong") from error
     written = [output / JSON_NAME]
@@ -100,21 +99,6 @@ def _output(store: Path, chosen: str | None) -> Path:
     if output.resolve().is_relative_to(resolved):
         raise ValueError(f"--output {output} is inside the store: choose a directory outside of it")
     return output
-
-
-def _measure(cache: Cache, rules: Rules, given: argparse.Namespace, workers: Workers) -> dict[str, JsonValue]:
-    from dspark_store.inspection.stats.report import measure_store
-
-    decode = _decoder(cache, given.tokenizer)
-    samples = len(cache) if given.samples is None else min(len(cache), given.samples)
-    with start_progress("stats", samples, "samples") as progress:
-        return measure_store(
-            cache,
-            rules,
-            workers=workers,
-            progress=progress.advance,
-            decode=decode,
-        )
 
 
 def _decoder(cache: Cache, chosen: str | None) -> Decode | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,8 @@ from dspark_store.cli.options import DAMAGED, add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, verify
-from dspark_store.progress import Progress, start_progress
+from dspark_store.inspection.verification import Verification, problem_line, verify
+from dspark_store.progress import start_progress
 from dspark_store.text import say, say_json, size_text
 
 if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
@@ -43,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
     if (given.recompute is None) != (given.target_model is None):
         raise ValueError("--recompute and --target-model go together: how many samples, and what computes them")
     storage = LocalStorage(given.store)
-    found = _verify(given, storage)
+    found = verify(storage, quick=given.quick, workers=workers_of(given))
     fresh: list[Recomputed] = []
     if given.recompute is not None:
         try:
@@ -59,18 +58,6 @@ def run(given: argparse.Namespace) -> int:
     else:
         _print(found, fresh)
     return DAMAGED if found.problems else 0
-
-
-def _verify(given: argparse.Namespace, storage: LocalStorage) -> Verification:
-    bar: Progress | None = None  # begun when it is known how much there is to do, and that there is a store
-    with ExitStack() as stack:
-
-        def show(state: VerificationProgress) -> None:
-            nonlocal bar
-            bar = bar or stack.enter_context(start_progress("verify", state.of, "shards"))
-            bar.reach(state.shards, lambda: f"{size_text(state.nbytes / max(state.seconds, 1e-9))}/s")
-
-        return verify(storage, quick=given.quick, workers=workers_of(given), progress=show)
 
 
 def _recompute(

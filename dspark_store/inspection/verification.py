@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark_store.format.damage import Problem
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.shardwise import Workers
+from dspark_store.progress import start_progress
 from dspark_store.readers.checks.strays import Links, find_links
 from dspark_store.readers.verify import survey_store
+from dspark_store.text import size_text
 
 _RANGES = 8
 
@@ -49,43 +51,26 @@ class Verification:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationProgress:
-    """How far a verification is: ``shards`` of ``of``, and the bytes of objects that were read for them."""
-
-    shards: int
-    of: int
-    nbytes: int
-    seconds: float
-
-
-def verify(
-    storage: Storage,
-    *,
-    quick: bool = False,
-    workers: Workers | None = None,
-    progress: Callable[[VerificationProgress], None] | None = None,
-) -> Verification:
+def verify(storage: Storage, *, quick: bool = False, workers: Workers | None = None) -> Verification:
     """Check every object of a store; see `survey_store` and `Workers` for the options.
 
-    ``progress`` is called before the first shard and after each. FileNotFoundError or ValueError where there is no
-    store, OSError where the scheduler, or a worker the store, cannot be reached.
+    FileNotFoundError or ValueError where there is no store, OSError where the scheduler, or a worker the store, cannot
+    be reached.
     """
     began = time.monotonic()
     survey = survey_store(storage, quick=quick)
     problems = list(survey.problems)
     samples = nbytes = done = 0
 
-    def show() -> None:
-        if progress is not None:
-            progress(VerificationProgress(done, len(survey.shards), nbytes, time.monotonic() - began))
+    def rate() -> str:
+        return f"{size_text(nbytes / max(time.monotonic() - began, 1e-9))}/s"
 
-    show()
-    if survey.shards:
-        for _, verdict in (workers or Workers()).each(survey.shard_check(), survey.shards):
+    with start_progress("verify", len(survey.shards), "shards") as progress:
+        progress.reach(0, lambda: "")
+        for _, verdict in (workers or Workers()).each(survey.shard_check(), survey.shards) if survey.shards else ():
             problems += verdict.problems
             samples, nbytes, done = samples + verdict.samples, nbytes + verdict.nbytes, done + 1
-            show()
+            progress.reach(done, rate)
     in_order = sorted(problems, key=lambda problem: problem.order)
     return Verification(samples, done, nbytes, time.monotonic() - began, quick, tuple(in_order), find_links(storage))
 

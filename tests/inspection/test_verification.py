@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from dspark_store.format.metadata import COPY_KEY, write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.inspection.verification import Verification, VerificationProgress, problem_line, ranges_text, verify
+from dspark_store.inspection.verification import Verification, problem_line, ranges_text, verify
+from dspark_store.progress import Unseen, progress_shown_by
 from tests.crash.damage import kind_of
 from tests.inspection.faults import SHAPES, Fault, FaultKind, build_victims, copy_store, plant
 from tests.readers.test_foreign import rewrite
@@ -218,11 +220,22 @@ def test_a_root_that_is_gone_is_a_problem_and_an_empty_folder_is_no_store(tmp_pa
         verify(LocalStorage(tmp_path))
 
 
+class Watch(Unseen):
+    """Progress that calls ``seen`` with what is reached, and the note beside it."""
+
+    def __init__(self, seen, what, total, unit, done):
+        self.seen, self.total = seen, total
+
+    def reach(self, units, note):
+        self.seen(units, self.total, note())
+
+
 def test_progress_is_told_from_the_first_shard_to_the_last(tmp_path):
-    seen: list[VerificationProgress] = []
-    verify(build_store(tmp_path / "store").storage, workers=Workers(1), progress=seen.append)
-    assert [(state.shards, state.of) for state in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert seen[0].nbytes == 0 < seen[-1].nbytes
+    seen = []
+    with progress_shown_by(partial(Watch, lambda *told: seen.append(told))):
+        verify(build_store(tmp_path / "store").storage, workers=Workers(1))
+    assert [told[:2] for told in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert all(note.endswith("B/s") for _, _, note in seen[1:])
 
 
 @pytest.fixture(scope="module")
@@ -254,13 +267,14 @@ def test_losing_a_worker_changes_nothing(cluster, tmp_path):
     assert {problem.shard for problem in here.problems} == {40}
     killed = threading.Event()
 
-    def kill(state: VerificationProgress) -> None:
-        if state.shards >= 3 and not killed.is_set():
+    def kill(shards, total, note):
+        if shards >= 3 and not killed.is_set():
             killed.set()
             worker = next(iter(cluster.workers.values()))
             os.kill(worker.pid, signal.SIGKILL)
 
-    there = verify(store.storage, workers=Workers(scheduler=cluster.scheduler_address), progress=kill)
+    with progress_shown_by(partial(Watch, kill)):
+        there = verify(store.storage, workers=Workers(scheduler=cluster.scheduler_address))
     assert killed.is_set()
     assert facts(here) == facts(there)
 

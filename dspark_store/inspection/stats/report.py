@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dspark_store.format.jsonvalue import JsonValue
@@ -28,18 +28,13 @@ _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def measure_store(
-    cache: Cache,
-    rules: Rules,
-    *,
-    workers: Workers | None = None,
-    progress: Callable[[int], None] | None = None,
-    decode: Decode | None = None,
+    cache: Cache, rules: Rules, *, workers: Workers | None = None, decode: Decode | None = None
 ) -> dict[str, JsonValue]:
     """Return the statistics of a store as JSON, in one pass; see `tally_store` for what it takes and raises.
 
     They are the same, bit by bit, however many threads or workers there are. ``decode`` turns ids into their texts.
     """
-    survey = tally_store(cache, rules, workers=workers, progress=progress)
+    survey = tally_store(cache, rules, workers)
     return {
         "version": STATISTICS_VERSION,
         "store": _identity(cache, survey),

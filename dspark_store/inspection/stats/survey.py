@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -26,6 +26,7 @@ from dspark_store.inspection.stats.tallies import (
     tally_block,
     tally_tokens,
 )
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.order import epoch_order
 from dspark_store.readers.tensors import chosen_slots
@@ -226,18 +227,11 @@ class StatsSurvey:
     captured: int
 
 
-def tally_store(
-    cache: Cache,
-    rules: Rules,
-    *,
-    workers: Workers | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> StatsSurvey:
+def tally_store(cache: Cache, rules: Rules, workers: Workers | None = None) -> StatsSurvey:
     """Read the selected samples of every shard once, and of captured shards their states.
 
-    ``workers`` do it, by default this process's threads; the result is the same, bit by bit. ``progress`` is called
-    with the samples of each shard that is done. Raises ValueError for a layer that was not captured or a store
-    in its token phase, and, naming the object, DamagedStoreError or OSError.
+    ``workers`` do it, by default this process's threads; the result is the same, bit by bit. Raises ValueError for a
+    layer that was not captured or a store in its token phase, and, naming the object, DamagedStoreError or OSError.
     """
     if cache.record.phase == "tokens":
         raise ValueError(
@@ -263,11 +257,10 @@ def tally_store(
     )
     tree = MergeTree[ShardTally](len(chosen))
     places = {shard: place for place, shard in enumerate(chosen)}
-    with task:
+    with task, start_progress("stats", len(cache) if samples is None else len(samples), "samples") as progress:
         for shard, part in (workers or Workers()).each(task, chosen):
             tree.add(places[shard], part)
-            if progress is not None:
-                progress(part.samples)
+            progress.advance(part.samples)
     return StatsSurvey(tree.result() or ShardTally(0, empty_tokens(None), None), layers, len(captured))
 
 

@@ -11,6 +11,7 @@ from dspark_store.cli.main import main
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats.report import measure_store
 from dspark_store.inspection.stats.survey import Rules
+from dspark_store.progress import Unseen, progress_shown_by
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store
 
@@ -50,7 +51,12 @@ def test_a_worker_that_is_killed_midway_changes_nothing(cluster, path):
             killed.append(cluster.workers[0].pid)
             os.kill(killed[0], signal.SIGKILL)
 
+    class Watch(Unseen):
+        def advance(self, units, note=""):
+            kill_a_worker(units)
+
     expected = text_of(path)
-    assert text_of(path, workers=Workers(scheduler=cluster.scheduler_address), progress=kill_a_worker) == expected
+    with progress_shown_by(Watch):
+        assert text_of(path, workers=Workers(scheduler=cluster.scheduler_address)) == expected
     assert killed
     assert sum(done) == 42
