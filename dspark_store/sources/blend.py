@@ -64,10 +64,14 @@ class PartShare:
         return f"part {self.name!r} has {self.records:,} records: {self.taken:,} taken, {self.repeated:,} of them again"
 
 
-class Blend:
+class Blend(Source):
     """Sources mixed record by record. The samples of a record stay together; a step whose record has none is passed.
 
     A cursor is the steps that are done, times 2^20, plus the samples taken of the step that has begun.
+
+    Attributes:
+        parts: in the order of their numbers.
+
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Blend:
         """
         _check_options(schedule, samples, on_short, max_samples)
         _check_parts(parts, schedule)
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._schedule, self._samples = schedule, samples
         self._on_short: ShortRule = on_short or _default_rule(schedule, samples)
         self._lengths = [len(part.source) for part in parts]
@@ -119,7 +123,7 @@ class Blend:
             "weights": weights,
             "records": len(self),
             "wraps": self._on_short == "wrap",
-            "parts": [part.source.identity() for part in self._parts],
+            "parts": [part.source.identity() for part in self.parts],
         }
 
     def __len__(self) -> int:
@@ -130,27 +134,22 @@ class Blend:
         """Return the names of the parts; those of a part that is a blend itself are `part/inner`."""
         return tuple(
             f"{part.name}/{inner}" if len(part.source.origins()) > 1 else part.name
-            for part in self._parts
+            for part in self.parts
             for inner in part.source.origins()
         )
 
-    @property
-    def parts(self) -> tuple[BlendPart, ...]:
-        """The parts, in the order of their numbers."""
-        return self._parts
-
     def shares(self) -> tuple[PartShare, ...]:
         """Return what is taken of each part, and how much of it more than once."""
-        taken = np.bincount(self._sequence, minlength=len(self._parts)).tolist()
+        taken = np.bincount(self._sequence, minlength=len(self.parts)).tolist()
         return tuple(
             PartShare(part.name, records, count)
-            for part, records, count in zip(self._parts, self._lengths, taken, strict=True)
+            for part, records, count in zip(self.parts, self._lengths, taken, strict=True)
         )
 
     def lengths(self) -> NDArray[np.int64] | None:
         """Return the tokens of each record, shape (len,), where every part knows its own; else None."""
         lengths = np.empty(len(self), np.int64)
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             known = part.source.lengths()
             if known is None:
                 return None
@@ -172,7 +171,7 @@ class Blend:
     def sample(self, record: int) -> Sample:
         """Return the first sample of the record of a step; IndexError when there is no such step."""
         part, own = self.part_of(record)
-        return self._of_blend(self._parts[part].source.sample(own), part, (record + 1) << _PIECE_BITS)
+        return self._of_blend(self.parts[part].source.sample(own), part, (record + 1) << _PIECE_BITS)
 
     def part_of(self, record: int) -> tuple[int, int]:
         """Return the part that a step takes from, and the record it takes; IndexError when there is no such step."""
@@ -186,14 +185,14 @@ class Blend:
         return local_indices(self._sequence) % np.array(self._lengths, np.int64)[self._sequence]
 
     def _read(self, step: int, done: int) -> Iterator[Sample]:
-        taken = np.bincount(self._sequence[:step], minlength=len(self._parts)).tolist()
-        readers = [_PartReader(part.source) for part in self._parts]
+        taken = np.bincount(self._sequence[:step], minlength=len(self.parts)).tolist()
+        readers = [_PartReader(part.source) for part in self.parts]
         for number in range(step, len(self)):
             part = int(self._sequence[number])
             before, done = done, 0
             for piece, (sample, last) in enumerate(readers[part].samples_of(taken[part]), start=1):
                 if piece >> _PIECE_BITS:
-                    name = self._parts[part].name
+                    name = self.parts[part].name
                     raise SourceError(f"a record of part {name!r} has more than {1 << _PIECE_BITS} samples")
                 if piece > before:
                     cursor = (number + 1) << _PIECE_BITS if last else (number << _PIECE_BITS) + piece
@@ -218,10 +217,10 @@ class Blend:
         return sequence
 
     def _ended(self, sequence: NDArray[np.uint16]) -> str:
-        taken = np.bincount(sequence, minlength=len(self._parts)).tolist()
+        taken = np.bincount(sequence, minlength=len(self.parts)).tolist()
         used_up = [
             f"{part.name!r} has {records}"
-            for part, records, count in zip(self._parts, self._lengths, taken, strict=True)
+            for part, records, count in zip(self.parts, self._lengths, taken, strict=True)
             if count == records
         ]
         return ", ".join(used_up)

@@ -247,16 +247,12 @@ class ChatSource(Source):
             self._note(note, 1, self.where(record))
         for warning in encoded.warnings:
             logger.warning("%s: %s", self.where(record), warning)
-        supervised = [int(mask.sum()) for _, mask in cut.pieces]
+        report.add_samples(mask for _, mask in cut.pieces)
         report.read += 1
         report.kept += bool(cut.pieces)
-        report.samples += len(cut.pieces)
-        report.tokens += sum(len(ids) for ids, _ in cut.pieces)
-        report.supervised += sum(supervised)
         report.truncated += cut.truncated and bool(cut.pieces)
         report.split += cut.split
         report.dropped += cut.dropped
-        report.unsupervised += supervised.count(0)
         report.too_few_supervised += cut.too_few_supervised
         report.replaced += encoded.replaced
         report.empty += encoded.empty

@@ -27,6 +27,10 @@ _RESERVED = frozenset(
 _NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, and not what is in its store
 
 
+def _unchanged(value: object) -> object:
+    return value
+
+
 def _option(default: Any, help: str, **of_flag: Any) -> Any:  # noqa: A002, ANN401 - a field's default, argparse's names
     return field(default=default, metadata={"help": help, "group": "data", **of_flag})
 
@@ -169,14 +173,13 @@ DEFAULT_OPTIONS = ChatOptions()
 
 def options_of(given: object, own: Mapping[str, Any] = MappingProxyType({})) -> ChatOptions:
     """Return the options among the attributes of settings, flags or a context; `own` wins. None is one not given."""
-    values = {option.name: getattr(given, option.name) for option in fields(ChatOptions)}
-    values |= {name: value for name, value in own.items() if value is not None}
-    return ChatOptions(**{name: _converted(name, value) for name, value in values.items() if value is not None})
-
-
-def _converted(name: str, value: object) -> Any:  # noqa: ANN401 - an option's value
-    convert = {option.name: option.metadata.get("convert") for option in fields(ChatOptions)}[name]
-    return convert(value) if convert else value
+    chosen = {}
+    for option in fields(ChatOptions):
+        value = own.get(option.name)
+        value = getattr(given, option.name) if value is None else value
+        if value is not None:
+            chosen[option.name] = option.metadata.get("convert", _unchanged)(value)
+    return ChatOptions(**chosen)
 
 
 def option_values(options: ChatOptions) -> dict[str, Any]:

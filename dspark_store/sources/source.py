@@ -1,7 +1,7 @@
 """What every source of tokens gives: samples, in an order that can be taken up again, an identity, and a report."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -146,6 +146,15 @@ class SourceReport:
     refused: int = 0
     reasons: dict[str, Refusals] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+
+    def add_samples(self, masks: Iterable[NDArray[np.uint8]]) -> None:
+        """Count samples that are given, by their loss masks."""
+        for mask in masks:
+            supervised = int(mask.sum())
+            self.samples += 1
+            self.tokens += len(mask)
+            self.supervised += supervised
+            self.unsupervised += not supervised
 
     def note(self, note: str, rows: int = 1) -> bool:
         """Count rows of which something was left aside; return whether it is the first time."""

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,13 +68,10 @@ class ParquetRows(Rows):
         if self._spooled is not None:
             return self._spooled.take(rows)
         taken: list[RowData] = []
-        first = 0
-        while first < len(rows):  # runs of consecutive rows
-            last = first + 1
-            while last < len(rows) and rows[last] == rows[last - 1] + 1:
-                last += 1
-            taken.extend(self._run(rows[first], rows[last - 1] + 1))
-            first = last
+        groups = np.searchsorted(self._starts, rows, side="right") - 1
+        for group, members in groupby(zip(groups.tolist(), rows, strict=True), itemgetter(0)):
+            places = [row - int(self._starts[group]) for _, row in members]
+            taken += _without_nulls(self._row_group(group).take(places).to_pylist())
         return taken
 
     def close(self) -> None:
@@ -95,16 +94,6 @@ class ParquetRows(Rows):
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
         return int(file.metadata.num_rows) - sum(batches)
-
-    def _run(self, start: int, stop: int) -> list[RowData]:
-        taken: list[RowData] = []
-        while start < stop:
-            group = int(np.searchsorted(self._starts, start, side="right")) - 1
-            end = min(stop, int(self._starts[group + 1]))
-            table = self._row_group(group)
-            taken += _without_nulls(table.slice(start - int(self._starts[group]), end - start).to_pylist())
-            start = end
-        return taken
 
     def _row_group(self, group: int) -> Any:  # noqa: ANN401 - pyarrow has no types
         if group != self._group:

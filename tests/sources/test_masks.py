@@ -47,11 +47,6 @@ def test_with_tags_only_what_is_inside_them_is_supervised():
     assert mask_of(TAGGED) == bits("0*7 1*3 0*6 1*2")
 
 
-def test_tags_without_spaces_give_the_same_mask():
-    tight = TAGGED.replace("{% generation %}", "{%generation%}").replace("{% endgeneration %}", "{%endgeneration%}")
-    assert mask_of(tight) == mask_of(TAGGED)
-
-
 def test_turns_of_two_tokens_alternate():
     two = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
     turns = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
@@ -116,10 +111,6 @@ def test_headers_can_be_left_out_without_tags_too():
 def test_what_opens_every_text_is_no_part_of_a_first_assistant_message():
     prompted = "<pad> " + PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
     assert mask_of(prompted, CHAT[1:3]) == bits("0 1*5 0*4")
-
-
-def test_one_turn_of_such_a_template_works():
-    assert mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN[:2]) == bits("0*4 1*7")
 
 
 def test_generation_tags_work_where_earlier_turns_change():

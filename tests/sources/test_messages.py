@@ -56,12 +56,6 @@ def test_an_object_and_the_json_text_of_it_are_what_transformers_gives_for_the_o
     assert one.endswith("<|im_start|>assistant\na<|im_end|>\n")
 
 
-def test_the_arguments_are_what_a_template_writes_and_not_their_text(tmp_path):
-    path = write_rows(tmp_path / "chats.jsonl", {"messages": chat('{"city": "K\\u00f6ln"}')})
-    ((whole, _),) = texts(path, CALLS.replace("CALL", '{"arguments": {{ f.arguments | tojson }}}'))
-    assert '<|im_start|>assistant\n{"arguments": {"city": "Köln"}}<|im_end|>\n' in whole
-
-
 @pytest.mark.parametrize("content", [{}, {"content": None}], ids=["none", "null"])
 def test_a_message_without_content_has_none_for_the_template_as_in_transformers(tmp_path, content):
     template = EACH + "{{- '(none)' if m.content is not defined }}" + END + PROMPT

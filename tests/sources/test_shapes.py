@@ -103,46 +103,6 @@ def test_places_learned_from_one_conversation_do_not_mislead_in_another():
     assert learned.use(None, None).gaps
 
 
-QWEN3_TOOLS = (
-    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
-    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}{%- if m.role == 'tool' %}"
-    "{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
-    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}"
-    "{%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
-    "{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function.name + '</tool_call>' }}{%- endfor %}"
-    "{{- '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-
-
-def test_earlier_tool_calls_without_content_are_found_where_the_template_drops_their_thinking():
-    tokenizer = SHAPES[0].tokenizer(tagged=False)
-    tokenizer.chat_template = QWEN3_TOOLS
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    result = {"role": "tool", "tool_call_id": "call_0", "content": "r"}
-    chat = [
-        {"role": "user", "content": "q"},
-        {**call, "reasoning_content": "why"},
-        result,
-        result,
-        {**call, "reasoning_content": "so"},
-        result,
-        {"role": "assistant", "content": "x", "reasoning_content": "well"},
-        {"role": "user", "content": "p"},
-        {**call, "reasoning_content": "hm"},
-        result,
-        {"role": "assistant", "content": "y"},
-    ]
-    called = "<tool_call>f</tool_call><|im_end|>\n"
-    assert supervised_text(Renderer(tokenizer), chat, headers=True)[1] == (
-        f"{called}{called}x<|im_end|>\n<think>\nhm\n</think>\n\n{called}<think>\n\n</think>\n\ny<|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_conversation_that_is_explained_by_those_before_is_rendered_once(shape, monkeypatch):
     renderer = Renderer(shape.tokenizer(tagged=False))

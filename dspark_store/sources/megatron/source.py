@@ -259,14 +259,10 @@ class _ReadCounts:
 
     def add(self, number: int, sample: Sample, *, given: bool) -> None:
         """Count the sample of a number, and the records that are done after it; `given` is whether it is kept."""
-        report, supervised = self._report, int(sample.loss_mask.sum())
         if given:
-            report.samples += 1
-            report.tokens += len(sample.input_ids)
-            report.supervised += supervised
-            report.unsupervised += not supervised
+            self._report.add_samples([sample.loss_mask])
         else:
-            report.too_few_supervised += 1
+            self._report.too_few_supervised += 1
         self._given += given
         records = self._plan.records_before(number + 1)
         for record in range(self._records, records):

@@ -9,7 +9,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -94,11 +93,11 @@ def _load(place: Path) -> WindowIndices | None:
         arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
     except (OSError, ValueError, EOFError) as error:
         logger.warning("%s cannot be read and is built again: %s", place, error)
-        _discard(place)
+        shutil.rmtree(place, ignore_errors=True)
         return None
     if digests != {name: _digest(array) for name, array in arrays.items()}:
         logger.warning("%s is damaged and is built again", place)
-        _discard(place)
+        shutil.rmtree(place, ignore_errors=True)
         return None
     return WindowIndices(**arrays)
 
@@ -110,9 +109,10 @@ def _save(place: Path, indices: WindowIndices) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
         work.chmod(0o755)  # others who read the corpus may read these too
-        for name, array in _named(indices):
+        arrays = {name: getattr(indices, name) for name in _ARRAYS}
+        for name, array in arrays.items():
             np.save(work / f"{name}.npy", array, allow_pickle=False)
-        digests = {name: _digest(array) for name, array in _named(indices)}
+        digests = {name: _digest(array) for name, array in arrays.items()}
         (work / _DIGESTS).write_text(json.dumps(digests))  # what a power failure tears, the digests show
         _move(work, place)
     finally:
@@ -126,7 +126,7 @@ def _sweep(directory: Path) -> None:
             continue
         with contextlib.suppress(OSError):  # its process may be removing it just now
             if time.time() - left.stat().st_mtime > _ABANDONED_AFTER:
-                _discard(left)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _move(work: Path, place: Path) -> None:
@@ -137,15 +137,7 @@ def _move(work: Path, place: Path) -> None:
             raise
 
 
-def _named(indices: WindowIndices) -> Iterator[tuple[str, NDArray[np.integer]]]:
-    yield from zip(_ARRAYS, (indices.document, indices.sample, indices.shuffle), strict=True)
-
-
 def _digest(array: NDArray[np.integer]) -> str:
     digest = hashlib.sha256(f"{array.dtype.str} {array.shape} ".encode())
     digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
-
-
-def _discard(place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)

@@ -64,14 +64,6 @@ def test_a_pair_merged_with_itself_keeps_its_documents_apart(tmp_path):
     assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes() * 2
 
 
-def test_a_pair_alone_is_copied_byte_by_byte(tmp_path):
-    small(tmp_path / "a")
-    with PairBuilder(tmp_path / "b", dtype="uint16") as builder:
-        builder.add_pair(tmp_path / "a")
-    for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
-
-
 def test_what_is_given_no_modes_is_text(tmp_path):
     with PairBuilder(tmp_path / "a", multimodal=True) as builder:
         builder.add_document([1, 2, 3, 4, 5], [3, 2])
