@@ -282,8 +282,8 @@ def build_chat(
     **options: Annotated[object, ChatOptions],
 ) -> ChatSource:
     """Build a source of conversations; what its specification leaves out is as the job says. See `ChatSource`."""
-    chosen = options_of(context, options)
-    return _build(context, path, subset, split, shuffle_seed, context.tokenizer("chat"), chosen)
+    job = context.with_own(split=split, shuffle_seed=shuffle_seed)
+    return _build(job, path, subset, context.tokenizer("chat"), options_of(context, options))
 
 
 def build_tokens(
@@ -298,15 +298,13 @@ def build_tokens(
     """Build a source of rows that are tokens already, which needs no tokenizer. See `ChatSource`."""
     given = options_of(context, options)
     chosen = ChatOptions(**{option.name: getattr(given, option.name) for option in fields(RowOptions)})
-    return _build(context, path, subset, split, shuffle_seed, None, chosen)
+    return _build(context.with_own(split=split, shuffle_seed=shuffle_seed), path, subset, None, chosen)
 
 
 def _build(
     context: SourceContext,
     path: DataPath | Sequence[DataPath],
     subset: str | None,
-    split: str | Unset | None,
-    shuffle_seed: int | Unset | None,
     tokenizer: "PreTrainedTokenizerBase | None",
     options: ChatOptions,
 ) -> ChatSource:
@@ -315,8 +313,8 @@ def _build(
         tokenizer,
         options,
         seq_length=context.seq_length,
-        split=context.split if isinstance(split, Unset) else split,
-        shuffle_seed=context.shuffle_seed if isinstance(shuffle_seed, Unset) else shuffle_seed,
+        split=context.split,
+        shuffle_seed=context.shuffle_seed,
         max_samples=context.max_samples,
         num_workers=context.num_workers,
         subset=subset,

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -108,6 +108,10 @@ class SourceContext(ChatOptions):
             object.__setattr__(self, "today", todays_date())
         if self.load_tokenizer is not None:
             object.__setattr__(self, "load_tokenizer", cache(self.load_tokenizer))
+
+    def with_own(self, **options: Any) -> "SourceContext":  # noqa: ANN401 - of any field
+        """Return what the job says where a source's own options, which win, are not set."""
+        return replace(self, **{name: value for name, value in options.items() if value is not Unset.UNSET})
 
     def tokenizer(self, source_type: str) -> "PreTrainedTokenizerBase":
         """Return the tokenizer; SourceError when a source of this type needs one and the job has none."""

@@ -126,6 +126,11 @@ MISTRAL = (
     "{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"
 )
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 SPECIALS = (
     *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"),

@@ -5,7 +5,7 @@ import pytest
 from dspark_store.sources.messages import read_conversation
 from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
-from tests.sources.templates import byte_tokenizer, shown
+from tests.sources.templates import CHATML, byte_tokenizer, shown
 
 # Nothing closes the last message.
 OPEN_END = (
@@ -71,10 +71,6 @@ def test_a_template_that_ends_with_the_system_message_is_refused():
     assert marked(Renderer(byte_tokenizer(template)), {"messages": chat}) == "<user>q</>[[<assistant>x</>]]"
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 JOINED = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 NUMBERED = "{% for m in messages %}{{ '#' ~ loop.index ~ ' ' ~ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
 STRICT = (

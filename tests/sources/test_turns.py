@@ -8,12 +8,8 @@ from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_an
 from dspark_store.sources.messages import Conversation
 from dspark_store.sources.rendering import Renderer, Rendering
 from dspark_store.sources.source import SourceError
-from tests.sources.templates import GPT_OSS, HERMES, LLAMA31, MISTRAL, QWEN3, QWEN25, byte_tokenizer, shown
+from tests.sources.templates import CHATML, GPT_OSS, HERMES, LLAMA31, MISTRAL, QWEN3, QWEN25, byte_tokenizer, shown
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LAST_ENDS = CHATML.replace(
     "+ '<|im_end|>\n' }}", "}}{% if loop.last %}{{ eos_token }}{% else %}{{ '<|im_end|>\n' }}{% endif %}"
 )

@@ -229,6 +229,7 @@ def build_megatron(
     **options: Annotated[Any, MegatronOptions],  # noqa: ANN401 - the registry looks at their types
 ) -> MegatronSource:
     """Build a Megatron source from a specification; what that leaves out is as the job says. See `MegatronSource`."""
+    context = context.with_own(split=split, shuffle_seed=shuffle_seed, vocab_size=vocab_size)
     if options.get("mode") == "window":
         options.setdefault("num_samples", context.num_samples)
     else:
@@ -237,9 +238,9 @@ def build_megatron(
         path,
         MegatronOptions(**{name: value for name, value in options.items() if value is not None}),
         seq_length=context.seq_length,
-        vocab_size=context.vocab_size if isinstance(vocab_size, Unset) else vocab_size,
-        split=context.split if isinstance(split, Unset) else split,
-        shuffle_seed=context.shuffle_seed if isinstance(shuffle_seed, Unset) else shuffle_seed,
+        vocab_size=context.vocab_size,
+        split=context.split,
+        shuffle_seed=context.shuffle_seed,
         max_samples=context.max_samples,
         min_supervised=context.min_supervised,
     )
