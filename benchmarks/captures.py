@@ -70,7 +70,7 @@ class CaptureWork:
         vocab_size = cast(int, self.record.manifest["target_vocab_size"])
         for shard in range(self.record.schema.tokens.num_shards):
             rows = read_token_shard(self.storage, self.record, shard)
-            for batch in batches_of(rows.lengths, self.settings.batch_size):
+            for batch in batches_of(rows.lengths, self.settings.batch_limit):
                 yield padded_batch(rows, batch, self.settings.pad_token_id, vocab_size)
 
 

@@ -72,13 +72,19 @@ def config_of(path: str | None, given: Mapping[str, Any], **defaults: Any) -> Pr
         flags["input_data"] = read_words(flags["input_data"])
     document = read_yaml(Path(path)) if path else {}
     if "recipe_args" not in document:
-        return config_from({**defaults, **document, **flags})
+        return config_from({**defaults, **_behind(document, flags), **flags})
     from dspark_store.compat.automodel_yaml import has_own_order, settings_of
     from dspark_store.format.storage import LocalStorage
 
     values, notes = settings_of(document, flags)
-    config = config_from({**defaults, **values, **flags})
+    config = config_from({**defaults, **_behind(values, flags), **flags})
     if "order" not in flags and has_own_order(LocalStorage(config.output_dir)):
         config = dataclasses.replace(config, order=None)
         notes = [*notes, f"the store in {config.output_dir} has its rows in our own order, and is gone on with in it"]
     return dataclasses.replace(config, notes=tuple(f"{path}: {note}" for note in notes))
+
+
+def _behind(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file says, without its bound of a batch where a flag gives one, of whichever kind."""
+    bounds = {"batch_size", "batch_tokens"}
+    return {name: value for name, value in values.items() if name not in bounds or not bounds & flags.keys()}

@@ -185,7 +185,7 @@ def _check_recipe(recipe: Mapping[str, Any], values: Mapping[str, Any], flags: C
         raise ValueError(f"recipe_args.{_OUTPUT} is required: the directory of the store (or give --output-dir)")
     if "dtype" not in flags and values.get("dtype", "bf16") not in CACHE_DTYPES:
         raise ValueError(f"recipe_args.cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {values['dtype']!r}")
-    if not {"shard_size", "batch_size"} & set(flags):
+    if not {"shard_size", "batch_size", "batch_tokens"} & set(flags):
         _check_sizes(values["shard_size"], values["batch_size"])
     for key in _REQUIRED:
         name = _SETTINGS_OF_RECIPE[key]

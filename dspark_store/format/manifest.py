@@ -36,7 +36,8 @@ SETTLED_FIELDS = frozenset({"num_samples"})
 
 _MANIFEST_COUNTS = (
     *("target_vocab_size", "hidden_size", "num_hidden_layers", "seq_length", "num_samples", "shard_size"),
-    *("target_hidden_dim", "target_last_hidden_dim", "batch_size", "chunk_tokens", "target_num_hidden_layers_full"),
+    *("target_hidden_dim", "target_last_hidden_dim", "batch_size", "batch_tokens", "chunk_tokens"),
+    "target_num_hidden_layers_full",
 )
 _MANIFEST_TEXTS = (
     *("target_model", "target_model_type", "dtype", "train_data_path", "train_split", "chat_template_sha256"),

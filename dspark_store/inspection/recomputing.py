@@ -16,6 +16,7 @@ from dspark_store.format.schema import LAST
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.readers.cache import Cache
+from dspark_store.target.batches import recorded_limit
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import load_target
@@ -59,13 +60,14 @@ class FreshStates:
 
 
 def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) -> FreshStates:
-    """Load the target of a store, with the dtype, the attention and the batch size of its capture.
+    """Load the target of a store, with the dtype, the attention and the batches of its capture.
 
     ValueError when the store does not say how it was captured, or the target has other weights.
     """
     manifest = cache.manifest
-    missing = [name for name in _NEEDED if manifest.get(name) is None]
-    if missing:
+    limit = recorded_limit(manifest)
+    missing = [name for name in _NEEDED if (limit if name == "batch_size" else manifest.get(name)) is None]
+    if missing or limit is None:
         raise ValueError(
             f"the manifest of {cache.storage} lacks {', '.join(missing)}: its states cannot be recomputed, since no "
             "precompute wrote it"
@@ -84,9 +86,7 @@ def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) 
         attn_implementation=None if attention is None else str(attention),
         num_layers=_cut(manifest),
     )
-    settings = CaptureSettings(
-        device, _count(manifest, "batch_size"), cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False
-    )
+    settings = CaptureSettings(device, limit, cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False)
     return FreshStates(cache, TargetCapture(model, cache.layer_ids), settings)
 
 

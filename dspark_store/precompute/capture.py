@@ -19,7 +19,7 @@ from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import Crew
 from dspark_store.precompute.report import Profile
-from dspark_store.target.batches import batches_of, padded_batch
+from dspark_store.target.batches import BatchLimit, batches_of, padded_batch
 from dspark_store.target.capture import StageStates
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.states import FinishedObjects, NonFiniteError, StateShardWriter, publish_states
@@ -31,10 +31,10 @@ _DUMMY_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """How the target is run: where, how many samples a forward, the id that pads a batch, the last layer's id."""
+    """How the target is run: where, what bounds a batch, the id that pads a batch, the last layer's id."""
 
     device: torch.device
-    batch_size: int
+    batch_limit: BatchLimit
     pad_token_id: int
     last_layer: int
     stop_on_nonfinite: bool
@@ -84,7 +84,7 @@ class ShardCapture:
         self._context = context
         self.shard = shard
         self._rows = read_token_shard(context.storage, context.record, shard)
-        self._batches = deque(batches_of(self._rows.lengths, context.settings.batch_size))
+        self._batches = deque(batches_of(self._rows.lengths, context.settings.batch_limit))
         self._copies: deque[tuple[HostCopy, Sequence[int]]] = deque()
         self._writer: StateShardWriter | None = None
         if context.objects:

@@ -43,7 +43,7 @@ from dspark_store.precompute.tokenise import tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.readers.index import StoreIndex
-from dspark_store.target.batches import forward_cost
+from dspark_store.target.batches import BatchLimit, forward_cost
 from dspark_store.text import say
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
@@ -113,7 +113,7 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
         _refuse_full_disk(storage, record, lengths)
         if not smoke:
             _warn_of_few_shards(record.schema, job.config, target.plan.crews)
-        shards = _shards_to_do(storage, record.schema, job.config.batch_size, lengths, target.plan.crews)
+        shards = _shards_to_do(storage, record.schema, job.config.batch_limit, lengths, target.plan.crews)
         begun = _Begun(lock.holder, shards, not record.weights)
         world.share("begun", lambda: asdict(begun))
         if begun.needs_weights:
@@ -189,19 +189,20 @@ def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[
 
 
 def _shards_to_do(
-    storage: LocalStorage, schema: StoreSchema, batch_size: int, lengths: Sequence[int], workers: int
+    storage: LocalStorage, schema: StoreSchema, limit: BatchLimit, lengths: Sequence[int], workers: int
 ) -> list[int]:
     """Return the shards without a ledger row; the costly ones first where several workers take from them."""
     missing = missing_shards(storage, schema)
     if workers == 1:
         return missing
-    costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], batch_size) for shard in missing}
+    costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], limit) for shard in missing}
     return sorted(costs, key=lambda shard: (-costs[shard], shard))
 
 
 def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:
     wanted, shards = _SHARDS_PER_WORKER * workers, schema.tokens.num_shards
-    better = max(1, schema.num_samples // wanted // config.batch_size) * config.batch_size
+    step = config.batch_size if config.batch_tokens is None else 1
+    better = max(1, schema.num_samples // wanted // step) * step
     if workers > 1 and shards < wanted and better < schema.shard_size:
         _log.warning(
             "%d shards are few for %d workers, and some will idle: a new store with --shard-size %d would have %d",
@@ -265,7 +266,7 @@ def _capture(
     capture = target.loaded.capture(schema.layer_ids)
     settings = CaptureSettings(
         device=target.input_device,
-        batch_size=config.batch_size,
+        batch_limit=config.batch_limit,
         pad_token_id=cast(int, record.manifest["pad_token_id"]),
         last_layer=record.last_layer,
         stop_on_nonfinite=config.on_nonfinite == "error",

@@ -32,7 +32,7 @@ from dspark_store.sources import Source, apply_chat_template_option, chat_templa
 from dspark_store.sources.identity import chat_rules, comparable
 from dspark_store.sources.options import option_values
 from dspark_store.sources.registry import SourceContext, SpecValue, build_source, parse_source
-from dspark_store.target.batches import BATCHING_RULE
+from dspark_store.target.batches import batching_fields
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import check_capturable, check_fits, target_config_json
 from dspark_store.target.fingerprint import target_fingerprint
@@ -120,8 +120,7 @@ def plan_job(
         "source": source.identity(),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "pad_token_id": _pad_token_id(tokenizer, vocab_size),
-        "batch_size": config.batch_size,
-        "batching": BATCHING_RULE,
+        **batching_fields(config.batch_limit),
         "compute_dtype": str(compute_dtype).removeprefix("torch."),
         "attn_implementation": config.target_attn_implementation,
         "codec": schema.codec,

@@ -22,8 +22,8 @@ def recompute(
 ) -> Iterator[tuple[int, float]]:
     """Yield, for each sample, its index and the largest difference between stored and recomputed states.
 
-    0.0 means equal bit by bit. ``settings`` must be the capture's own: the batch size decides which samples shared a
-    forward, and with it the bits. So does the size of the shards that were captured, which a copy remembers.
+    0.0 means equal bit by bit. ``settings`` must be the capture's own: what bounds a batch decides which samples shared
+    a forward, and with it the bits. So does the size of the shards that were captured, which a copy remembers.
     """
     size = cache.record.capture_shard_size
     vocab_size = cast(int, cache.manifest["target_vocab_size"])
@@ -31,7 +31,7 @@ def recompute(
         captured = range(shard * size, min((shard + 1) * size, len(cache)))
         lengths = cache.lengths[captured.start : captured.stop].tolist()
         wanted = {sample - captured.start for sample in members}
-        for batch in batches_of(lengths, settings.batch_size):
+        for batch in batches_of(lengths, settings.batch_limit):
             if not wanted & set(batch):
                 continue
             rows = _tokens(cache, [captured[row] for row in batch])

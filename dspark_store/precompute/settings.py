@@ -20,13 +20,15 @@ from dspark_store.target.parallel import REDUCE_DTYPES
 if TYPE_CHECKING:
     import torch
 
+    from dspark_store.target.batches import BatchLimit
+
 _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _BACKENDS = ("gloo", "nccl")
 _AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
 _AT_LEAST_ONE = (
     *("batch_size", "shard_size", "seq_length", "draft_num_hidden_layers", "target_num_hidden_layers"),
-    *("max_samples", "write_buffer_bytes", "tp_size", "ep_size", "pp_size"),
+    *("batch_tokens", "max_samples", "write_buffer_bytes", "tp_size", "ep_size", "pp_size"),
 )
 
 SHARDED_MODEL_TYPES = frozenset({"deepseek_v4", "glm_moe_dsa", "kimi_k3", "kimi_linear"})
@@ -59,7 +61,14 @@ class PrecomputeConfig(ChatOptions):
     seq_length: int = _setting(
         "S, the most tokens a sample has; longer conversations are truncated", 2048, group="data"
     )
-    batch_size: int = _setting("samples a forward", 4, group="target")
+    batch_size: int = _setting("samples per forward", 4, group="target")
+    batch_tokens: int | None = _setting(
+        "instead of --batch-size: most tokens per forward, padding included; a longer sample runs alone",
+        None,
+        type=int,
+        metavar="N",
+        group="target",
+    )
     shard_size: int = _setting("R, the samples of a shard, which is the unit of commit and resume", 256, group="store")
     dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES), group="store")
     device: str = _setting(
@@ -161,7 +170,7 @@ class PrecomputeConfig(ChatOptions):
         for name in ("tokens_per_second", "timeout_minutes"):
             self._is_positive(name)
         self.check_options()
-        if self.shard_size % self.batch_size:
+        if self.batch_tokens is None and self.shard_size % self.batch_size:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
         for setting in fields(self):
             choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
@@ -187,6 +196,13 @@ class PrecomputeConfig(ChatOptions):
                     f"device-map {self.device_map} places the target in one process, but {flag(name)} is "
                     f"{getattr(self, name)}: give one of the two"
                 )
+
+    @property
+    def batch_limit(self) -> BatchLimit:
+        """What bounds a batch: ``batch_tokens`` where that is given, else ``batch_size``."""
+        from dspark_store.target.batches import PaddedTokens
+
+        return self.batch_size if self.batch_tokens is None else PaddedTokens(self.batch_tokens)
 
     @property
     def resolved_device(self) -> torch.device:
@@ -230,5 +246,13 @@ def settings() -> dict[str, dataclasses.Field[Any]]:
 
 
 def config_from(values: Mapping[str, Any]) -> PrecomputeConfig:
-    """Build the settings from plain values, converting each to its setting's type; ValueError as `fill_settings`."""
+    """Build the settings from plain values, converting each to its setting's type.
+
+    ValueError as `fill_settings`, and where two settings exclude one another.
+    """
+    if values.get("batch_tokens") is not None and values.get("batch_size") is not None:
+        raise ValueError(
+            f"batch-tokens {values['batch_tokens']} and batch-size {values['batch_size']} both bound a batch: give one "
+            "of the two"
+        )
     return fill_settings(PrecomputeConfig, values)

@@ -113,6 +113,9 @@ def test_flags_win_over_the_file_and_stand_in_for_what_it_lacks(tmp_path):
     config.check()
     assert (config.target_model, config.shard_size, config.batch_size, config.seq_length) == ("other", 4, 2, 8)
     assert (config.ep_size, config.fsdp_size) == (2, 1)
+    config = parse_arguments(["-c", str(path), *required, "--batch-tokens", "4096"])
+    config.check()
+    assert (config.shard_size, config.batch_tokens) == (3, 4096)
 
 
 def test_a_device_map_goes_with_a_recipe_that_shares_nothing():

@@ -81,7 +81,7 @@ def contents(directory):
     return {**stored, "zarr.json": root}
 
 
-def direct_states(model, cache, pad_token_id, batch_size=BATCH_SIZE):
+def direct_states(model, cache, pad_token_id, limit=BATCH_SIZE):
     """Yield (sample, its K layers (length, H), its last hidden state (length, H)) of plain forwards of ``model``.
 
     The batches are composed by the rule, from what the store says are the samples' tokens.
@@ -89,7 +89,7 @@ def direct_states(model, cache, pad_token_id, batch_size=BATCH_SIZE):
     lengths, last_layer = cache.lengths.tolist(), model.config.num_hidden_layers - 1
     for shard in range(cache.schema.tokens.num_shards):
         samples = cache.schema.tokens.rows(shard)
-        for batch in batches_of([lengths[sample] for sample in samples], batch_size):
+        for batch in batches_of([lengths[sample] for sample in samples], limit):
             members = [samples[row] for row in batch]
             states = _forward(
                 model, [cache[sample]["input_ids"][: lengths[sample]] for sample in members], pad_token_id
@@ -110,10 +110,10 @@ def _forward(model, rows, pad_token_id):
     return [state.mean(2) if state.dim() == 4 else state for state in states]
 
 
-def differing_samples(model, cache, pad_token_id):
+def differing_samples(model, cache, pad_token_id, limit=BATCH_SIZE):
     """Return the samples of a store that are not bit by bit what direct forwards give, padding included."""
     compared, differing = [], []
-    for sample, layers, last in direct_states(model, cache, pad_token_id):
+    for sample, layers, last in direct_states(model, cache, pad_token_id, limit):
         item, length = cache[sample], int(cache.lengths[sample])
         expected = (torch.cat(layers, 1).to(cache.dtype), last.to(cache.dtype))
         stored = (item["target_hidden_states"], item["target_last_hidden_states"])

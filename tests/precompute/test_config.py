@@ -8,6 +8,7 @@ import torch
 
 from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute.settings import PrecomputeConfig, config_from, settings
+from dspark_store.target.batches import PaddedTokens
 
 REQUIRED = ["--target-model", "org/target", "--input-data", "chats.jsonl", "--output-dir", "store"]
 REQUIRED_VALUES = {"target_model": "org/target", "input_data": "chats.jsonl", "output_dir": "store"}
@@ -90,6 +91,18 @@ def test_a_flag_wins_over_the_file(tmp_path):
     text = "input_data: other.jsonl\nseq_length: 512\nshuffle_seed: 7\n"
     config = parse_yaml(tmp_path, text, *REQUIRED, "--shuffle-seed", "none")
     assert (config.input_data, config.seq_length, config.shuffle_seed) == ("chats.jsonl", 512, None)
+
+
+def test_a_flag_that_bounds_batches_takes_the_place_of_the_files_bound(tmp_path):
+    by_tokens = parse_yaml(tmp_path, "batch_size: 3", *REQUIRED, "--batch-tokens", "4096")
+    by_samples = parse_yaml(tmp_path, "batch_tokens: 4096", *REQUIRED, "--batch-size", "3", "--shard-size", "9")
+    for config in (by_tokens, by_samples):
+        config.check()
+    assert (by_tokens.batch_limit, by_samples.batch_limit) == (PaddedTokens(4096), 3)
+    with pytest.raises(ValueError, match="batch-tokens 4096 and batch-size 3 both bound a batch"):
+        parse_yaml(tmp_path, "batch_tokens: 4096\nbatch_size: 3", *REQUIRED)
+    with pytest.raises(ValueError, match="batch-tokens must be >= 1, got 0"):
+        parse_yaml(tmp_path, "batch_tokens: 0", *REQUIRED).check()
 
 
 @pytest.mark.parametrize(("value", "seed"), [("none", None), ("None", None), ("null", None), ("7", 7), ("0", 0)])

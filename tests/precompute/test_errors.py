@@ -33,6 +33,7 @@ USER = {"role": "user", "content": "what"}
     [
         (("--shard-size", 7), "shard-size 7 is not a multiple of batch-size 2"),
         (("--batch-size", 0), "batch-size must be >= 1, got 0"),
+        (("--batch-tokens", 64), "batch-tokens 64 and batch-size 2 both bound a batch: give one of the two"),
         (("--codec", "zip"), "argument --codec: invalid choice: 'zip'"),
         (("--backend", "foo"), "argument --backend: invalid choice: 'foo'"),
         (("--dtype", "fp8"), "argument --dtype: invalid choice: 'fp8'"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dspark_store as ds
+from dspark_store.cli.main import main as command
 from dspark_store.format.files import LocalObjectWriter
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.metadata import COPY_KEY, read_record
@@ -15,10 +16,12 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import ShardCapture
+from dspark_store.target.batches import PaddedTokens
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from tests.precompute.jobs import (
     arguments,
     contents,
+    differing_samples,
     interrupted,
     precompute,
     refused,
@@ -188,6 +191,24 @@ def test_another_job_is_refused_by_the_field_that_differs(store, llama, chats, c
     assert "does not match" in line
     assert f" {field}: store " in line
     assert states_of_files(store) == before
+
+
+def test_batches_by_tokens_are_another_identity_and_are_gone_on_with(llama, chats, tmp_path, capsys):
+    job = [*arguments(llama, chats, tmp_path / "store"), "--batch-tokens", "100"]
+    del job[job.index("--batch-size") : job.index("--batch-size") + 2]
+    output = interrupted(job)
+    record = read_record(LocalStorage(output))
+    assert (record.manifest.get("batch_size"), record.manifest["batch_tokens"]) == (None, 100)
+    line = refused(arguments(llama, chats, output, "--resume"), capsys)
+    assert "does not match this run in batch_size: store None, this run 2; batch_tokens: store 100, this run N" in line
+    state_ledger(LocalStorage(output), record.schema).retract(1)
+    assert main([*job, "--resume"]) == 0
+    cache = ds.open_cache(output)
+    assert differing_samples(tiny_llama(), cache, cache.pad_token_id, PaddedTokens(100)) == []
+    assert command(["verify", str(output), "--recompute", "11", "--target-model", str(llama), "--device", "cpu"]) == 0
+    assert command(["info", str(output)]) == 0
+    assert "batch tokens 100" in capsys.readouterr().out
+    assert main([*job, "--resume", "--estimate"]) == 0
 
 
 @pytest.mark.usefixtures("no_target")

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.target.batches import batches_of, forward_cost, padded_batch
+from dspark_store.target.batches import (
+    PaddedTokens,
+    batches_of,
+    batching_fields,
+    forward_cost,
+    padded_batch,
+    recorded_limit,
+)
 
 lengths_of_rows = st.lists(st.integers(0, 50), max_size=40)
 sizes = st.integers(1, 9)
@@ -54,6 +61,27 @@ def test_the_cost_of_a_known_shard():
     assert forward_cost([3, 9, 9, 1, 5], 2) == 9 * 2 + 5 * 2 + 1
     assert forward_cost([0, 0], 2) == 2
     assert forward_cost([], 2) == 0
+
+
+@given(lengths_of_rows, st.integers(1, 120))
+def test_batches_by_tokens_hold_as_many_as_fit_and_a_longer_sample_alone(lengths, most):
+    batches = batches_of(lengths, PaddedTokens(most))
+    sizes = [(len(batch), max(1, *(lengths[row] for row in batch))) for batch in batches]
+    assert list(chain(*batches)) == list(chain(*batches_of(lengths, 1)))
+    assert all(count * width <= most or count == 1 for count, width in sizes)
+    assert all((count + 1) * width > most for count, width in sizes[:-1])
+    assert forward_cost(lengths, PaddedTokens(most)) == sum(count * width for count, width in sizes)
+
+
+def test_batches_by_tokens_of_a_known_shard():
+    assert batches_of([3, 9, 9, 1, 5], PaddedTokens(10)) == [[1], [2], [4, 0], [3]]
+    assert batches_of([], PaddedTokens(10)) == []
+
+
+@pytest.mark.parametrize("limit", [4, PaddedTokens(4)])
+def test_a_manifest_tells_what_bounded_its_batches(limit):
+    assert recorded_limit(batching_fields(limit)) == limit
+    assert recorded_limit({}) is None
 
 
 def rows_of(*ids):

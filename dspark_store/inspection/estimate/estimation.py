@@ -14,7 +14,7 @@ from dspark_store.format.sizes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
 from dspark_store.inspection.estimate.measurement import Measurement, Variant
 from dspark_store.precompute.estimate import COMPRESSION
-from dspark_store.target.batches import forward_cost
+from dspark_store.target.batches import BatchLimit, forward_cost
 
 TABLES = "target"
 """What the target's vocabulary tables are called beside the columns: the folder that they are in."""
@@ -184,7 +184,7 @@ class Duration:
 def estimate_duration(
     corpus: Corpus,
     grid_rows: int,
-    batch_size: int,
+    limit: BatchLimit,
     *,
     tokens_per_second: float | None = None,
     positions_per_second: float | None = None,
@@ -203,7 +203,7 @@ def estimate_duration(
         return None
     lengths = corpus.lengths.tolist()
     positions = sum(
-        forward_cost(lengths[first : first + grid_rows], batch_size) for first in range(0, len(lengths), grid_rows)
+        forward_cost(lengths[first : first + grid_rows], limit) for first in range(0, len(lengths), grid_rows)
     )
     encode = None if encode_seconds is None else encode_seconds * corpus.tokens / threads
     return Duration(positions / positions_per_second, encode)

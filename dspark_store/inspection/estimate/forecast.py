@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +29,7 @@ from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.tensors import chosen_slots
+from dspark_store.target.batches import recorded_limit
 
 _NEEDED = ("num_hidden_layers", "target_vocab_size")
 TABLE = "a table of ratios: nothing was measured"
@@ -99,7 +99,7 @@ def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord |
     duration = estimate_duration(
         corpus,
         schema.shard_size,
-        config.batch_size,
+        config.batch_limit,
         tokens_per_second=config.tokens_per_second or known_rate,
         positions_per_second=measurement.positions_per_second if measurement else None,
         encode_seconds=measurement.encode_seconds[_variant(schema)] if measurement else None,
@@ -160,7 +160,7 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     duration = estimate_duration(
         corpus,
         schema.shard_size,
-        operator.index(cache.manifest.get("batch_size", 1)),  # type: ignore[arg-type] # a whole number in JSON
+        recorded_limit(cache.manifest) or 1,
         tokens_per_second=given or recorded_rate(cache.record),
     )
     chosen, others = _estimates(record, schemas, corpus, measurement)

@@ -244,7 +244,7 @@ def _run(
     tokens = TokenRows([row.ids for row in measurement.rows], [row.mask for row in measurement.rows])
     pad, vocab_size = (cast(int, job.manifest[name]) for name in ("pad_token_id", "target_vocab_size"))
     positions, seconds = 0, 0.0
-    for number, batch in enumerate(batches_of(tokens.lengths, job.config.batch_size)):
+    for number, batch in enumerate(batches_of(tokens.lengths, job.config.batch_limit)):
         check()
         ids, attention = padded_batch(tokens, batch, pad, vocab_size)
         started = time.perf_counter()
