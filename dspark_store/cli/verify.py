@@ -68,7 +68,7 @@ def _recompute(
         Recomputed,
         differing,
         draw_samples,
-        load_fresh_states,
+        recompute_samples,
     )
     from dspark_store.readers.cache import Cache
     from dspark_store.target.device import device_named
@@ -76,11 +76,10 @@ def _recompute(
 
     cache = Cache(storage, allow_incomplete=True)
     source = TargetSource(given.target_model, given.trust_remote_code)
-    states = load_fresh_states(cache, source, device_named(given.device))
     samples = draw_samples(cache, given.recompute, given.seed, found.hit)
     with start_progress("recompute", len(samples), "samples") as bar:
         results = []
-        for result in states.compare(samples):
+        for result in recompute_samples(cache, source, device_named(given.device), samples):
             results.append(result)
             bar.advance(1)
     fresh = [result for result in results if isinstance(result, Recomputed)]

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.ledger import state_ledger, token_ledger
@@ -28,6 +27,7 @@ from dspark_store.inspection.copy_plan import (
 from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
 from dspark_store.inspection.repair.state import in_phase_states
 from dspark_store.inspection.shardwise import Workers
+from dspark_store.inspection.state_diff import difference
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
@@ -170,14 +170,12 @@ def _copy_weights(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRe
 
 
 def _same_weights(one: TargetWeights, other: TargetWeights) -> bool:
-    tables = ((one.embed, other.embed), (one.head, other.head), (one.bias, other.bias))
-    return all(left is right or _same_bits(left, right) for left, right in tables)
-
-
-def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    if (one.bias is None) != (other.bias is None):
+        return False
+    tables = [(one.embed, other.embed), (one.head, other.head)]
+    if one.bias is not None and other.bias is not None:
+        tables.append((one.bias, other.bias))
+    return all(left.dtype == right.dtype and difference(left, right) is None for left, right in tables)
 
 
 def _check_index(source: Cache, destination: LocalStorage, record: StoreRecord) -> None:

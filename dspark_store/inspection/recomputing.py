@@ -37,33 +37,26 @@ class Recomputed:
         return {"sample": self.sample, "difference": self.difference if math.isfinite(self.difference) else None}
 
 
-@dataclass(frozen=True, slots=True)
-class FreshStates:
-    """A store's target, loaded as it was for the capture."""
+def recompute_samples(
+    cache: Cache, source: TargetSource, device: torch.device, samples: Sequence[int]
+) -> Iterator[Recomputed | Problem]:
+    """Run a store's target on samples in the batches that they were captured in; yield a difference for each.
 
-    cache: Cache
-    capture: TargetCapture
-    settings: CaptureSettings
-
-    def compare(self, samples: Sequence[int]) -> Iterator[Recomputed | Problem]:
-        """Run the target on samples in the batches that they were captured in; yield a difference for each.
-
-        A sample that cannot be read is a problem.
-        """
-        for sample in samples:
-            try:
-                for _, difference in recompute(self.cache, self.capture, self.settings, [sample]):
-                    yield Recomputed(sample, difference)
-            except (DamagedStoreError, OSError) as error:
-                shard = self.cache.schema.tokens.locate(sample)[0]
-                yield Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} cannot be recomputed: {error}")
-
-
-def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) -> FreshStates:
-    """Load the target of a store, with the dtype, the attention and the batches of its capture.
-
-    ValueError when the store does not say how it was captured, or the target has other weights.
+    A sample that cannot be read is a problem. ValueError when the store does not say how it was captured, or the target
+    has other weights.
     """
+    capture, settings = _load_target(cache, source, device)
+    for sample in samples:
+        try:
+            for _, difference in recompute(cache, capture, settings, [sample]):
+                yield Recomputed(sample, difference)
+        except (DamagedStoreError, OSError) as error:
+            shard = cache.schema.tokens.locate(sample)[0]
+            yield Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} cannot be recomputed: {error}")
+
+
+def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tuple[TargetCapture, CaptureSettings]:
+    """Load the target of a store, with the dtype, the attention and the batches of its capture."""
     manifest = cache.manifest
     limit = recorded_limit(manifest)
     missing = [name for name in _NEEDED if (limit if name == "batch_size" else manifest.get(name)) is None]
@@ -87,7 +80,7 @@ def load_fresh_states(cache: Cache, source: TargetSource, device: torch.device) 
         num_layers=_cut(manifest),
     )
     settings = CaptureSettings(device, limit, cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False)
-    return FreshStates(cache, TargetCapture(model, cache.layer_ids), settings)
+    return TargetCapture(model, cache.layer_ids), settings
 
 
 def _cut(manifest: Manifest) -> int | None:

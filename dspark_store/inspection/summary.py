@@ -11,7 +11,7 @@ import numpy as np
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Phase, StoreRecord
 from dspark_store.format.metadata import Nodes, read_metadata, read_record, record_nodes
-from dspark_store.format.schema import COLUMNS, StoreSchema
+from dspark_store.format.schema import COLUMNS
 from dspark_store.format.sizes import Volume
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.sample_survey import (
@@ -162,7 +162,15 @@ def summarise(storage: LocalStorage) -> Summary:
         writer=writer,
         shards=_shards(record, tokens, states),
         samples=survey.summary(schema.seq_length, None if status is None else int((status != 0).sum())),
-        layout=_layout(schema),
+        layout=Layout(
+            schema.seq_length,
+            schema.hidden_size,
+            schema.num_layers,
+            schema.layer_ids,
+            schema.dtype.name,
+            schema.codec,
+            schema.chunk_tokens,
+        ),
         columns=columns,
         together=total_size("together", columns),
         layers=tuple(layers),
@@ -200,18 +208,6 @@ def _shards(record: StoreRecord, tokens: LedgerRows, states: LedgerRows) -> Shar
         missing=missing_runs(total, states.committed),
         counted_tokens=len(tokens.shards),
         counted_states=len(states.shards),
-    )
-
-
-def _layout(schema: StoreSchema) -> Layout:
-    return Layout(
-        schema.seq_length,
-        schema.hidden_size,
-        schema.num_layers,
-        schema.layer_ids,
-        schema.dtype.name,
-        schema.codec,
-        schema.chunk_tokens,
     )
 
 

@@ -47,6 +47,10 @@ class Fault:
     what: str
 
 
+type Change = tuple[list[str], list[int | None], str]
+"""Keys of objects that are not as before, shards that it is about, and what was done in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Victim:
     """A good store, and finished stores of other runs with the same shape: other tokens, another target, another id."""
@@ -116,17 +120,8 @@ class _Planter:
             self.names.setdefault(path.stat().st_ino, []).append(key)
 
     def plant(self, kind: FaultKind) -> Fault:
-        makers: dict[FaultKind, Callable[[], tuple[list[str], list[int | None], str]]] = {
-            FaultKind.FLIP: self.flip,
-            FaultKind.TRUNCATE: self.truncate,
-            FaultKind.DELETE: self.delete,
-            FaultKind.SWAP: self.swap,
-            FaultKind.FOREIGN: self.foreign,
-            FaultKind.STALE_ROW: self.stale_row,
-            FaultKind.EDITED_INDEX: self.edited_index,
-            FaultKind.EDITED_JSON: self.edited_json,
-        }
-        keys, shards, what = makers[kind]()
+        maker: Callable[[], Change] = getattr(self, kind.name.lower())
+        keys, shards, what = maker()
         known = [*shards, *(shard_of(key) for key in keys)]
         return Fault(kind, tuple(keys), frozenset(shard for shard in known if shard is not None), what)
 
@@ -156,7 +151,7 @@ class _Planter:
             kinds.setdefault(kind_of(key), []).append(key)
         return self.rng.choice(kinds[self.rng.choice(sorted(kinds))])
 
-    def flip(self) -> tuple[list[str], list[int | None], str]:
+    def flip(self) -> Change:
         key = self.any_key([key for key in self.keys if (self.root / key).stat().st_size])
         data = bytearray(self.read(key))
         chunks = data.find(b"DSPKTRLR")  # in small objects most bytes are of the tail: as often, take one of a chunk
@@ -165,18 +160,18 @@ class _Planter:
         data[offset] ^= 1 << bit
         return self.damage(key, bytes(data)), [], f"bit {bit} of byte {offset} of {key} flipped"
 
-    def truncate(self) -> tuple[list[str], list[int | None], str]:
+    def truncate(self) -> Change:
         key = self.any_key()
         data = self.read(key)
         size = self.rng.choice([0, len(data) - 1, self.rng.randrange(len(data))])
         return self.damage(key, data[:size]), [], f"{key} cut from {len(data)} to {size} bytes"
 
-    def delete(self) -> tuple[list[str], list[int | None], str]:
+    def delete(self) -> Change:
         key = self.any_key()
         (self.root / key).unlink()
         return [key], [], f"{key} deleted"
 
-    def swap(self) -> tuple[list[str], list[int | None], str]:
+    def swap(self) -> Change:
         one = self.any_key([key for key in self.keys if key != ROOT_KEY])
         alike = self.rng.random() < 0.5  # of the same column or array kind, so that sizes may be the same
         family = kind_of(one).partition("/")[0]
@@ -193,14 +188,14 @@ class _Planter:
         self.replace(other, first)
         return [one, other], [], f"{one} and {other} swapped"
 
-    def foreign(self) -> tuple[list[str], list[int | None], str]:
+    def foreign(self) -> Change:
         run = self.rng.choice(self.others)
         differing = [key for key in self.keys if (run / key).exists() and (run / key).read_bytes() != self.read(key)]
         key = self.any_key(differing)
         self.replace(key, (run / key).read_bytes())
         return [key], [], f"{key} taken from {run.name}"
 
-    def stale_row(self) -> tuple[list[str], list[int | None], str]:
+    def stale_row(self) -> Change:
         rows = [key for key in self.keys if key.startswith(("ledger/tokens/c.", "ledger/states/c."))]
         key = self.rng.choice(rows)
         directory = key.partition("/c.")[0]
@@ -225,7 +220,7 @@ class _Planter:
         self.replace(key, pack_array(row))
         return [key], [], f"field {place} of {key} edited"
 
-    def edited_index(self) -> tuple[list[str], list[int | None], str]:
+    def edited_index(self) -> Change:
         """Edit a value and mend the object's checksum; as often, the checksum in the root and the seal too."""
         record = parse_record(self.root_attributes(), "a test")
         specs: dict[str, ArraySpec] = {**record.schema.token_index(), **record.schema.final_index()}
@@ -252,7 +247,7 @@ class _Planter:
         attributes: dict[str, Any] = json.loads(self.read(ROOT_KEY))["attributes"][ATTRIBUTE]
         return attributes
 
-    def edited_json(self) -> tuple[list[str], list[int | None], str]:
+    def edited_json(self) -> Change:
         key = self.any_key([key for key in self.keys if key.endswith(ROOT_KEY)])
         text = self.read(key)
         document = json.loads(text)

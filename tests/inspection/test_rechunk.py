@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import pytest
@@ -30,12 +29,8 @@ from tests.inspection.copies import (
 )
 from tests.readers.test_foreign import rewrite
 from tests.stores import build_store, flip
-from tests.writers.small_store import build_blended
 
-
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture
@@ -44,18 +39,36 @@ def source(tmp_path):
     return build_store(tmp_path / "source", fields=fields).path
 
 
-@pytest.fixture
-def place(tmp_path):
-    return tmp_path / "new" / "copy"
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("codec", CODEC_PRESETS)
+@pytest.mark.parametrize(("dtype", "codec"), [*zip(("bf16", "fp16", "fp32", "bf16"), CODEC_PRESETS, strict=True)])
 def test_every_dtype_is_copied_to_every_codec(dtype, codec, tmp_path):
     source = build_store(tmp_path / "source", dtype=dtype, codec="fast").path
     assert rechunk(source, tmp_path / "copy", CopySettings(codec=codec))
     assert assert_copied(source, tmp_path / "copy").schema.codec == codec
     assert_zarr_agrees(source, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"shared_last": False},
+        {"tied": True},
+        {"bias": True},
+        {"weights": False},
+        {"spoiled": 4},
+        {"lengths": (0, 3, 0, 0, 20)},
+        {"sources": ("chats", "code", "papers")},
+    ],
+    ids=str,
+)
+def test_a_store_of_any_kind_is_copied(made, tmp_path):
+    source = build_store(tmp_path / "source", **made).path
+    rechunk(source, tmp_path / "copy", OTHER)
+    assert_copied(source, tmp_path / "copy")
+    for store in (source, tmp_path / "copy"):  # what stands at two places is written once, and nothing else is
+        tables = [store / "target" / name / "weight" / "c.0.0" for name in ("embed_tokens", "lm_head")]
+        assert "weights" in made or tables[0].samefile(tables[1]) == ("tied" in made)
+        last, layer = store / LAST / "c.0.0.0", store / LAYERS / "c.0.0.2"
+        assert last.samefile(layer) == ("shared_last" not in made)
 
 
 @pytest.mark.parametrize(
@@ -91,58 +104,10 @@ def test_layers_that_were_asked_for_are_kept_in_the_order_of_the_source(source, 
     assert (place / LAST / "c.0.0.0").samefile(place / LAYERS / "c.0.0.1")
 
 
-def test_states_at_two_places_are_written_once(source, place):
-    rechunk(source, place, OTHER)
-    for shard in range(4):
-        assert (place / LAST / f"c.{shard}.0.0").samefile(place / LAYERS / f"c.{shard}.0.2")
-
-
-def test_states_that_stand_at_one_place_are_written_once_each(tmp_path):
-    source = build_store(tmp_path / "source", shared_last=False).path
-    rechunk(source, tmp_path / "copy", OTHER)
-    assert_copied(source, tmp_path / "copy")
-    assert not (tmp_path / "copy" / LAST / "c.0.0.0").samefile(tmp_path / "copy" / LAYERS / "c.0.0.2")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_head_stays_tied(tied, tmp_path):
-    source = build_store(tmp_path / "source", tied=tied).path
-    rechunk(source, tmp_path / "copy", OTHER)
-    assert_copied(source, tmp_path / "copy")
-    tables = [tmp_path / "copy" / "target" / name / "weight" / "c.0.0" for name in ("embed_tokens", "lm_head")]
-    assert tables[0].samefile(tables[1]) == tied
-
-
-def test_a_store_without_weights_is_copied(tmp_path):
-    source = build_store(tmp_path / "source", weights=False).path
-    rechunk(source, tmp_path / "copy", OTHER)
-    assert not assert_copied(source, tmp_path / "copy").record.weights
-
-
-def test_a_sample_that_is_not_finite_stays_marked(tmp_path):
-    source = build_store(tmp_path / "source", spoiled=4).path
-    rechunk(source, tmp_path / "copy", OTHER)
-    assert assert_copied(source, tmp_path / "copy").status.tolist() == [0, 0, 0, 0, 1, 0, 0]
-
-
 def test_a_sample_is_good_once_the_layer_that_was_not_is_left_out(tmp_path):
     source = build_store(tmp_path / "source", spoiled=4).path
     rechunk(source, tmp_path / "copy", CopySettings(layers=(-1,)))
     assert open_cache(tmp_path / "copy").status.tolist() == [0] * 7
-
-
-def test_empty_samples_are_copied(tmp_path):
-    source = build_store(tmp_path / "source", lengths=(0, 3, 0, 0, 20)).path
-    rechunk(source, tmp_path / "copy", OTHER)
-    assert_copied(source, tmp_path / "copy")
-
-
-def test_the_sources_of_a_blend_are_copied(tmp_path):
-    source = build_blended(tmp_path / "source")
-    rechunk(source, tmp_path / "copy", CopySettings(shard_size=5))
-    copy = assert_copied(source, tmp_path / "copy")
-    assert copy.sources == ("chats", "code", "papers")
-    assert copy.source.tolist() == [0, 1, 2, 1, 0, 2]
 
 
 @pytest.mark.parametrize("column", [LAYERS, LAST])

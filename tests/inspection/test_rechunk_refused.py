@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +21,13 @@ from dspark_store.writers.states import publish_states
 from tests.inspection.copies import MANIFEST, OTHER, assert_copied, contents, phase_of
 from tests.stores import build_store, flip
 
-
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("unsynced")
 
 
 @pytest.fixture
 def source(tmp_path):
     fields = {"manifest": MANIFEST}
     return build_store(tmp_path / "source", fields=fields).path
-
-
-@pytest.fixture
-def place(tmp_path):
-    return tmp_path / "new" / "copy"
 
 
 def refusal(source: Path, place: Path, settings: CopySettings | None = None) -> str:

@@ -84,7 +84,7 @@ def estimate_store(
 
     Without a measurement, ratios come from the table of `precompute.estimate`.
     """
-    variant = Variant(schema.codec, schema.dtype.name)
+    variant = Variant.of(schema)
     record = replace(record, schema=schema)
     own = measurement if measurement is not None and variant in measurement.states else None
     states, states_sum = _state_parts(record, corpus, variant, own)

@@ -102,7 +102,7 @@ def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord |
         config.batch_limit,
         tokens_per_second=config.tokens_per_second or known_rate,
         positions_per_second=measurement.positions_per_second if measurement else None,
-        encode_seconds=measurement.encode_seconds[_variant(schema)] if measurement else None,
+        encode_seconds=measurement.encode_seconds[Variant.of(schema)] if measurement else None,
         threads=config.resolved_encode_threads,
     )
     given = config.tokens_per_second is not None
@@ -173,18 +173,14 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     )
 
 
-def _variant(schema: StoreSchema) -> Variant:
-    return Variant(schema.codec, schema.dtype.name)
-
-
 def _schemas(schema: StoreSchema, chunk_tokens: int, dtypes: Sequence[str]) -> dict[Variant, StoreSchema]:
     """Return the schema in every variant; the one that was asked for is as it is."""
     found = {variant: variant.schema(schema, chunk_tokens) for variant in variants(dtypes)}
-    return {**found, _variant(schema): schema}
+    return {**found, Variant.of(schema): schema}
 
 
 def _estimates(
     record: StoreRecord, schemas: Mapping[Variant, StoreSchema], corpus: Corpus, measurement: Measurement | None
 ) -> tuple[StoreEstimate, tuple[StoreEstimate, ...]]:
     found = {variant: estimate_store(record, schema, corpus, measurement) for variant, schema in schemas.items()}
-    return found[_variant(record.schema)], tuple(found.values())
+    return found[Variant.of(record.schema)], tuple(found.values())

@@ -39,13 +39,18 @@ class Variant(NamedTuple):
     codec: str
     dtype: str
 
+    @classmethod
+    def of(cls, schema: StoreSchema) -> Self:
+        """Return the way in which a store keeps its states."""
+        return cls(schema.codec, schema.dtype.name)
+
     def schema(self, schema: StoreSchema, chunk_tokens: int = 0) -> StoreSchema:
         """Return a schema changed to this codec and dtype.
 
         ``chunk_tokens`` is what the user has asked for, 0 for what goes best with both.
         """
         dtype = cache_dtype(self.dtype)
-        if self == Variant(schema.codec, schema.dtype.name) and not chunk_tokens:
+        if self == Variant.of(schema) and not chunk_tokens:
             return schema
         best = default_chunk_tokens(
             schema.hidden_size, dtype.itemsize, schema.seq_length, compressed=self.codec != "none"

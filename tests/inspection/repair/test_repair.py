@@ -1,7 +1,6 @@
 """A store that was damaged, repaired and resumed is the store that it was, bit by bit."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -19,8 +18,7 @@ from dspark_store.format.arrays import pack_array
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, read_record
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.repair.overlay import Overlay
-from dspark_store.inspection.repair.plan import plan_repair, repair
+from dspark_store.inspection.repair.plan import plan_repair
 from dspark_store.inspection.repair.roots import BeyondRepairError
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.verification import verify
@@ -35,12 +33,9 @@ from tests.precompute.jobs import states_of_files
 from tests.readers.test_foreign import rewrite
 from tests.stores import Shape, build_store, flip
 
+pytestmark = pytest.mark.usefixtures("unsynced")
+
 KINDS = ("inner layers", "tied", "blend")
-
-
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="module")
@@ -456,14 +451,6 @@ def test_the_workers_of_a_cluster_find_the_same(store):
     here = plan_repair(str(store), Workers(threads=2))
     assert there.storage.changes == here.storage.changes
     assert (there.tokens, there.states, there.weights) == (here.tokens, here.states, here.weights)
-
-
-def test_a_plan_alone_changes_nothing(store):
-    hurt_everywhere(store)
-    before = files(store)
-    assert not repair(str(store), Workers(), dry_run=True).empty
-    assert files(store) == before
-    assert isinstance(plan_repair(str(store), Workers()).storage, Overlay)
 
 
 @pytest.mark.parametrize("gone", [ROOT_KEY, COPY_KEY])
