@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -138,7 +138,8 @@ def compare_states(
     """
     shard_of = pairs.a // a.schema.shard_size
     order = np.lexsort((pairs.b, shard_of))
-    bounds = {int(shard): (first, stop) for shard, first, stop in _runs(shard_of[order])}
+    shards, starts = np.unique(shard_of[order], return_index=True)
+    bounds = dict(zip(shards.tolist(), pairwise([*starts.tolist(), len(order)]), strict=True))
     found = StateDifference()
     task = partial(_compare_shard, a, b, pairs.kept(order), bounds, layers)
     with start_progress("compare", len(pairs), "samples") as progress:
@@ -146,13 +147,6 @@ def compare_states(
             found.add(difference)
             progress.advance(difference.compared)
     return found
-
-
-def _runs(values: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield each value of a rising array, and where it begins and ends."""
-    starts = np.flatnonzero(np.diff(values, prepend=-1)).tolist()
-    for first, stop in pairwise([*starts, len(values)]):
-        yield int(values[first]), first, stop
 
 
 def _compare_shard(

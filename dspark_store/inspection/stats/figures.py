@@ -99,9 +99,8 @@ def _channels(tally: StateTally, outlier_factor: float) -> Summary:
         "count": width,
         "constant": int((channels.low == channels.high).sum()),
         "energy_share": {
-            "top_1": _energy(energy, 1),
-            "top_10": _energy(energy, min(10, width)),
-            "top_1_percent": _energy(energy, math.ceil(width / 100)),
+            name: _share(float(energy[:count].sum()), float(energy.sum()))
+            for name, count in (("top_1", 1), ("top_10", 10), ("top_1_percent", math.ceil(width / 100)))
         },
         "rms_by_rank": {"rank": ranks.tolist(), "rms": np.sqrt(energy[ranks - 1] / max(1, tokens)).tolist()},
         "outliers": _outliers(std, greatest, outlier_factor),
@@ -140,12 +139,7 @@ def _times_of_median(values: np.ndarray) -> np.ndarray:
     return values / median if median > 0 else np.zeros_like(values)
 
 
-def _energy(descending: np.ndarray, channels: int) -> float | None:
-    total = float(descending.sum())
-    return float(descending[:channels].sum()) / total if total else None
-
-
-def _share(part: int, whole: int) -> float | None:
+def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
