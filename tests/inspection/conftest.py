@@ -1,8 +1,16 @@
-"""What tests of copies and repairs share."""
+"""What tests of several modules share: a cluster, a disk that nobody waits for, a place for a copy."""
 
 import os
 
 import pytest
+from distributed import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers of dask, each a process."""
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        yield cluster
 
 
 @pytest.fixture

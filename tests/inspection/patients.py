@@ -14,11 +14,11 @@ from dspark_store.inspection.repair.state import RepairState
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.capture import CaptureContext
+from tests.inspection.copies import contents
 from tests.inspection.faults import copy_store
 from tests.tiny import save_target_dir, tiny_gemma, tiny_llama, write_chats
 
 BATCH_SIZE, SHARD_SIZE, SAMPLES = 2, 4, 10
-type Files = dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Patient:
 
     def check_whole(self, store: Path, *, captured: bool) -> None:
         """Check that a store is, file by file, what it was; if states were ``captured``, but for who made it."""
-        ours, theirs = files(store), files(self.store)
+        ours, theirs = contents(store), contents(self.store)
         if captured:
             assert ours.pop(COPY_KEY) == ours[ROOT_KEY]
             assert theirs.pop(COPY_KEY) == theirs[ROOT_KEY]
@@ -98,11 +98,6 @@ def _flags(kind: str, target: Path, data: Path) -> list[str]:
 def mended(store: Path) -> RepairState:
     """Repair a store."""
     return repair(str(store), Workers(threads=1))
-
-
-def files(root: Path) -> Files:
-    """Return the bytes of every file by its key."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def _without_producers(root: bytes) -> bytes:

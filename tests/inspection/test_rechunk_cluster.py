@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from distributed import LocalCluster
 
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import read_seal, write_metadata
@@ -45,12 +44,6 @@ def whole(source):
     rechunk(source, place, OTHER, workers=Workers(threads=1))
     assert_copied(source, place)
     return contents(place)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        yield cluster
 
 
 def test_a_cluster_writes_the_bytes_that_threads_write(source, whole, cluster, tmp_path):

@@ -10,17 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from distributed import LocalCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.inspection.shardwise import MergeTree, Workers
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        yield cluster
 
 
 class Refusing:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from distributed import LocalCluster
 
 from dspark_store.format.damage import Part, Problem
 from dspark_store.format.metadata import COPY_KEY, write_metadata
@@ -236,12 +235,6 @@ def test_progress_is_told_from_the_first_shard_to_the_last(tmp_path):
         verify(build_store(tmp_path / "store").storage, workers=Workers(1))
     assert [told[:2] for told in seen] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert all(note.endswith("B/s") for _, _, note in seen[1:])
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        yield cluster
 
 
 def facts(found: Verification) -> Verification:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distributed import LocalCluster
 
 from dspark_store import open_cache
 from dspark_store.cli.main import main
@@ -27,8 +26,9 @@ from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from dspark_store.writers.tokens import write_token_shard
 from tests.crash.damage import kind_of
+from tests.inspection.copies import contents
 from tests.inspection.faults import SHAPES, FaultKind, build_victims, copy_store, plant
-from tests.inspection.patients import files, make_patient, mended
+from tests.inspection.patients import make_patient, mended
 from tests.precompute.jobs import states_of_files
 from tests.readers.test_foreign import rewrite
 from tests.stores import Shape, build_store, flip
@@ -87,7 +87,7 @@ def test_a_store_with_any_fault_becomes_what_it_was(kind, patients, tmp_path):
 
 def test_every_kind_of_object_is_put_back_or_made_again(patients, tmp_path):
     patient = patients("blend")
-    kinds = {kind_of(key): key for key in sorted(files(patient.store))}
+    kinds = {kind_of(key): key for key in sorted(contents(patient.store))}
     assert len(kinds) >= 15
     for key in kinds.values():
         store = patient.copy(tmp_path / "damaged")
@@ -127,17 +127,17 @@ def test_what_is_proved_by_the_rest_needs_no_precompute_and_is_as_it_was(tmp_pat
             plan = mended(root)
             assert plan.record.complete
             assert plan.restored
-            assert files(root) == files(victim.path)
+            assert contents(root) == contents(victim.path)
             shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("ledger", ["tokens", "states"])
 def test_a_stale_row_is_put_right_by_the_table_and_the_objects(ledger, store):
-    whole = files(store)
+    whole = contents(store)
     shutil.copyfile(store / f"ledger/{ledger}/c.0.0.0", store / f"ledger/{ledger}/c.1.0.0")
     (store / f"ledger/{ledger}/c.2.0.0").unlink()
     assert mended(store).restored == [f"ledger/{ledger}/c.1.0.0", f"ledger/{ledger}/c.2.0.0"]
-    assert files(store) == whole
+    assert contents(store) == whole
 
 
 def test_rows_and_table_that_are_damaged_together_are_made_again_where_nothing_proves_them(patients, tmp_path):
@@ -212,10 +212,10 @@ def test_tokens_that_are_others_than_those_of_the_states_are_refused(patients, t
         return rows(samples)
 
     monkeypatch.setattr(tokenise_module, "_rows", other_rows)
-    before = files(store)
+    before = contents(store)
     assert precompute([*patient.flags, "--output-dir", str(store), "--resume"]) == 2
     assert "the tokens that shard 1 is given now are not those of its states" in capsys.readouterr().err
-    assert files(store) == before
+    assert contents(store) == before
 
 
 def hurt_everywhere(root):
@@ -269,7 +269,7 @@ def test_a_repair_that_ends_at_any_step_is_gone_on_with(hurt, store, tmp_path, m
                 mended(root)
         (root / "ledger" / f".c.0.0.0.{step}.tmp").write_bytes(b"half")
         mended(root)
-        assert files(root) == files(whole), step
+        assert contents(root) == contents(whole), step
         shutil.rmtree(root)
 
 
@@ -296,7 +296,7 @@ def test_a_killed_repair_leaves_a_lock_and_half_a_file_and_is_gone_on_with(store
     assert (store / LOCK_KEY).exists()
     assert list(LocalStorage(store).temporaries())
     mended(store)
-    assert files(store) == files(whole)
+    assert contents(store) == contents(whole)
 
 
 def test_a_good_store_is_left_alone(store, capsys):
@@ -322,11 +322,11 @@ def test_a_store_from_before_there_were_copies_is_left_alone_and_its_root_is_bey
 
 def test_a_dry_run_says_the_same_and_changes_nothing(store, capsys):
     hurt_everywhere(store)
-    before = files(store)
+    before = contents(store)
     assert main(["repair", str(store), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.endswith("dry run: nothing was changed\n")
-    assert files(store) == before
+    assert contents(store) == before
     assert main(["repair", str(store)]) == 0
     assert said.startswith(capsys.readouterr().out)
 
@@ -351,7 +351,7 @@ def test_the_command_says_what_it_did_and_what_is_to_be_done(patients, tmp_path,
 
 
 def test_a_restored_store_is_complete_at_once(store, capsys):
-    whole = files(store)
+    whole = contents(store)
     (store / "index/supervised/c.0").unlink()
     (store / ROOT_KEY).write_text("{}")
     assert main(["repair", str(store)]) == 0
@@ -360,30 +360,30 @@ def test_a_restored_store_is_complete_at_once(store, capsys):
         "restored     index/supervised/c.0",
         f"{store} is complete",
     ]
-    assert files(store) == whole
+    assert contents(store) == whole
     assert len(open_cache(store)) == 7
 
 
 @pytest.mark.parametrize("table", ["embed_tokens", "lm_head"])
 def test_swapped_objects_of_one_of_two_tied_tables_are_linked_from_the_other(table, tmp_path):
     store = build_store(tmp_path / "store", shape=Shape(vocab=300_000), lengths=(3,), tied=True).path
-    whole = files(store)
+    whole = contents(store)
     first, second = (store / f"target/{table}/weight/c.{place}.0" for place in (0, 1))
     before = first.read_bytes(), second.read_bytes()
     for path, data in ((first, before[1]), (second, before[0])):
         path.unlink()
         path.write_bytes(data)
     assert mended(store).record.complete
-    assert files(store) == whole
+    assert contents(store) == whole
 
 
 def test_a_root_that_is_lost_with_its_copy_is_beyond_repair(store, capsys):
     (store / ROOT_KEY).unlink()
     (store / COPY_KEY).write_text("{}")
-    before = files(store)
+    before = contents(store)
     assert main(["repair", str(store)]) == 1
     assert "nothing else holds the manifest; put the file back from a backup" in capsys.readouterr().err
-    assert files(store) == before
+    assert contents(store) == before
 
 
 def test_a_folder_without_a_store_is_a_mistake(tmp_path, capsys):
@@ -394,15 +394,15 @@ def test_a_folder_without_a_store_is_a_mistake(tmp_path, capsys):
 
 def test_a_store_that_a_job_is_writing_is_refused(store, capsys):
     with StoreLock(LocalStorage(store)):
-        before = files(store)
+        before = contents(store)
         assert main(["repair", str(store)]) == 2
         assert "is being written by process" in capsys.readouterr().err
-        assert files(store) == before
+        assert contents(store) == before
 
 
 def test_the_states_phase_is_mended_without_a_table(tmp_path):
     built = build_store(tmp_path / "store", until="states", lengths=(5,) * 12)
-    whole = files(built.path)
+    whole = contents(built.path)
     (built.path / "ledger/states/c.0.0.0").write_bytes(b"unreadable")  # its objects say what it was
     flip(built.path / f"{LAST}/c.2.0.0", 0)
     row = np.frombuffer((built.path / "ledger/tokens/c.1.0.0").read_bytes()[:-4], "<u8").copy()
@@ -428,11 +428,11 @@ def test_a_column_that_another_tool_has_encoded_is_kept_and_never_made_again(tmp
     built = build_store(tmp_path / "store")
     rewrite(built, LAYERS, (1, 20, 8))
     assert mended(built.path).empty
-    whole = files(built.path)
+    whole = contents(built.path)
     (built.path / "index/digest/zarr.json").unlink()
     (built.path / ROOT_KEY).unlink()
     assert mended(built.path).record.complete
-    assert files(built.path) == whole
+    assert contents(built.path) == whole
     flip(built.path / f"{LAST}/c.0.0.0", 0)
     with pytest.raises(BeyondRepairError, match=f"another tool has encoded {LAYERS} anew"):
         mended(built.path)
@@ -444,10 +444,9 @@ def test_a_store_of_another_writer_says_who_must_write_again(store, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("next: write the missing shards of ")
 
 
-def test_the_workers_of_a_cluster_find_the_same(store):
+def test_the_workers_of_a_cluster_find_the_same(store, cluster):
     hurt_everywhere(store)
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        there = plan_repair(str(store), Workers(scheduler=cluster.scheduler_address))
+    there = plan_repair(str(store), Workers(scheduler=cluster.scheduler_address))
     here = plan_repair(str(store), Workers(threads=2))
     assert there.storage.changes == here.storage.changes
     assert (there.tokens, there.states, there.weights) == (here.tokens, here.states, here.weights)
@@ -460,14 +459,14 @@ def test_a_root_of_another_store_is_never_believed(gone, patients, tmp_path):
     other = ROOT_KEY if gone == COPY_KEY else COPY_KEY
     (store / gone).unlink()
     (store / other).write_bytes((patient.others[0] / other).read_bytes())
-    before = files(store)
+    before = contents(store)
     with pytest.raises(BeyondRepairError, match="is of another store than the objects"):
         mended(store)
-    assert files(store) == before
+    assert contents(store) == before
 
 
 def test_an_older_copy_never_wins_over_a_good_root(store):
     root = json.loads((store / ROOT_KEY).read_text())
-    (store / COPY_KEY).write_bytes(files(build_store(store.parent / "other", corpus=1).path)[ROOT_KEY])
+    (store / COPY_KEY).write_bytes(contents(build_store(store.parent / "other", corpus=1).path)[ROOT_KEY])
     mended(store)
     assert json.loads((store / ROOT_KEY).read_text()) == root == json.loads((store / COPY_KEY).read_text())

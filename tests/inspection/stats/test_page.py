@@ -1,7 +1,6 @@
 """The page without a browser: figures are the JSON's, everything is escaped, nothing comes from elsewhere."""
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -106,24 +105,23 @@ def test_a_draw_says_so(tmp_path):
     assert "A random part of the store was read" in render_page(statistics_of(store.path, Rules(samples=2)))
 
 
-@pytest.mark.parametrize("layers", [(), (2,), (2, 5)])
-def test_a_choice_of_layers_has_a_page_too(tmp_path, layers):
-    store = build_store(tmp_path)
-    for last in (False, True):
-        render_page(statistics_of(store.path, Rules(layers, last)))
-
-
-@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1)])
-def test_stores_of_hardly_anything_have_a_page_too(tmp_path, lengths):
-    store = build_store(tmp_path, lengths=lengths, shape=replace(Shape(), hidden_size=1))
-    render_page(statistics_of(store.path))
-
-
-def test_a_store_without_one_finite_token_has_a_page_too(tmp_path):
-    store = build_store(tmp_path, lengths=(1,), spoiled=0, shape=Shape(layer_ids=(1, 2)))
-    statistics = statistics_of(store.path)
-    assert statistics["layers"][0]["norm"]["mean"] is None
-    render_page(statistics)
+@pytest.mark.parametrize(
+    ("made", "rules"),
+    [
+        ({}, Rules((), last=False)),
+        ({}, Rules(())),
+        ({}, Rules((2,), last=False)),
+        ({}, Rules((2, 5))),
+        ({"lengths": (1,), "shape": Shape(hidden_size=1)}, Rules()),
+        ({"lengths": (1, 1, 1), "shape": Shape(hidden_size=1)}, Rules()),
+        ({"lengths": (1,), "spoiled": 0, "shape": Shape(layer_ids=(1, 2))}, Rules()),  # no finite token
+    ],
+    ids=str,
+)
+def test_stores_and_choices_of_hardly_anything_have_a_page_too(tmp_path, made, rules):
+    statistics = statistics_of(build_store(tmp_path, **made).path, rules)
+    assert "</html>" in render_page(statistics)
+    assert "spoiled" not in made or statistics["layers"][0]["norm"]["mean"] is None
 
 
 def test_a_vocabulary_of_known_size_has_shares(tmp_path):

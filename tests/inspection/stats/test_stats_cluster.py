@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from distributed import LocalCluster
 
 from dspark_store.cli.main import main
 from dspark_store.inspection.shardwise import Workers
@@ -14,12 +13,6 @@ from dspark_store.inspection.stats.survey import Rules
 from dspark_store.progress import Unseen, progress_shown_by
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
