@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, cast
 
 from dspark_store.format.jsonvalue import JsonValue
@@ -195,7 +196,7 @@ class ChatSource(Source):
             return False
         asking = Encoder(replace(self._settings, options=options))
         with closing(self._data):
-            return any(map(asking.asks_clock, self._tasks(0)))
+            return any(map(asking.asks_clock, chain.from_iterable(self._tasks(0))))
 
     def _read(self, first: int, part: int) -> Iterator[Sample]:
         allowed = self._options.max_refused * len(self)

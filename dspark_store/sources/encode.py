@@ -102,11 +102,8 @@ class Encoder:
         """Whether some row can make the template ask the clock."""
         return self._renderer is not None and self._renderer.may_ask_clock
 
-    def asks_clock(self, rows: Sequence[RowData]) -> bool:
-        """Tell whether the template asks the clock for any of the rows; a date must be given."""
-        return any(map(self._asks_clock, rows))
-
-    def _asks_clock(self, data: RowData) -> bool:
+    def asks_clock(self, data: RowData) -> bool:
+        """Tell whether the template asks the clock for a row; a date must be given."""
         renderer = self._renderer
         if renderer is None:
             return False
@@ -144,22 +141,20 @@ class Encoder:
                 return _Read(Rendered(_text_of(row, self._text_column), [], [], []), replaced, notes)
             if row.get("input_ids") is not None:
                 return _Read(read_tokens(row, self._settings.vocab_size), replaced, notes)
-            if self._renderer is None:
+            renderer = self._renderer
+            if renderer is None:
                 raise SourceError(
                     f"the row has no input_ids, and this source has no tokenizer; its keys are {sorted(row)}; "
                     "conversations are a source of type chat"
                 )
             conversation = read_conversation(row)
-            rendered = self._rendered(self._renderer, conversation)
+            seconds = renderer.limits.seconds
+            rendered = run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
             return _Read(rendered, replaced, notes + _left_out(conversation, rendered.text))
         except ProcessorTimeError as error:
             return Encoded(error=f"the chat template takes {error} for the row; does it end?", fatal=True)
         except SourceError as error:
             return Encoded(error=str(error))
-
-    def _rendered(self, renderer: Renderer, conversation: Conversation) -> Rendered:
-        seconds = renderer.limits.seconds
-        return run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
 
     def _encoded(self, row: "_Read", tokens: Iterator[Tokens]) -> Encoded:
         warnings: list[str] = []
