@@ -95,7 +95,7 @@ class RowOptions:
             consecutive samples of them, each `seq_length` long but the last.
         truncation_side: where "truncate" cuts, "right" or "left"; None for the tokenizer's own.
         min_supervised: leave out samples with fewer supervised tokens, after the cut.
-        order: "automodel" reads the rows that NeMo Automodel reads, in its order (see `row_order.select_automodels_rows`);
+        order: "automodel" reads the rows that NeMo Automodel reads, in its order (`row_order.select_automodels_rows`);
             None those of `row_order.select_rows`.
         columns: which key or column of the data stands for each of our names, such as `messages`.
 
