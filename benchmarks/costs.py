@@ -88,20 +88,20 @@ def spread(values: Sequence[float] | np.ndarray) -> Spread:
     return Spread(low, median, high)
 
 
-def time_in_turn[Name: Hashable](
-    actions: Mapping[Name, Callable[[], float]],
+def time_in_turn[Name: Hashable, Time](
+    actions: Mapping[Name, Callable[[], Time]],
     rounds: int,
     *,
     seconds: float = float("inf"),
-    until: Callable[[Mapping[Name, Sequence[float]]], bool] = lambda _: False,
+    until: Callable[[Mapping[Name, Sequence[Time]]], bool] = lambda _: False,
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> dict[Name, list[float]]:
+) -> dict[Name, list[Time]]:
     """Run every action once a round, in an order that changes; return the times that they say they took.
 
     After ``seconds``, or when ``until`` says that enough is known, no further round begins, but three there are.
     ``progress`` is called with the actions done, and how many there are at most.
     """
-    times: dict[Name, list[float]] = {name: [] for name in actions}
+    times: dict[Name, list[Time]] = {name: [] for name in actions}
     order, shuffle = list(actions), random.Random(0)
     started = time.perf_counter()
     for turn in range(rounds):

@@ -21,7 +21,7 @@ from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.precompute.run import run
-from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.precompute.settings import config_from
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
@@ -36,19 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     store = place / "store"
     model = str(next((place / "target").glob("*.gguf")))
     print(f"\n1. Run the target over {SAMPLES} conversations and write its states to {store}\n")
-    run(
-        PrecomputeConfig(
-            target_model=model,
-            input_data=str(place / "messages.jsonl"),
-            output_dir=str(store),
-            seq_length=SEQ_LENGTH,
-            batch_size=BATCH_SIZE,
-            shard_size=16,
-            max_samples=SAMPLES,
-            device="cpu",
-            resume=store.exists(),
-        )
-    )
+    places = {"target_model": model, "input_data": str(place / "messages.jsonl"), "output_dir": str(store)}
+    sizes = {"seq_length": SEQ_LENGTH, "batch_size": BATCH_SIZE, "shard_size": 16, "max_samples": SAMPLES}
+    run(config_from({**places, **sizes, "device": "cpu", "resume": store.exists()}))
     print(f"\n2. What any Zarr reader sees: zarr.open({str(store)!r}).tree()\n")
     print(zarr.open_group(store, mode="r").tree())
     cache = open_cache(store)

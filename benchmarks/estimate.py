@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.storage import distinct_files
 from dspark_store import open_cache
 from dspark_store.inspection.estimate.forecast import forecast_job
 from dspark_store.precompute.settings import config_from
@@ -33,17 +34,11 @@ def settings_of_store(cache: Cache) -> dict[str, object]:
     }
 
 
-def directory_bytes(place: Path) -> int:
-    """Return the bytes of all files below a directory, one with several names once."""
-    found = [path.stat() for path in place.rglob("*") if path.is_file()]
-    return sum({stat.st_ino: stat.st_size for stat in found}.values())
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
     (place,) = map(Path, arguments)
     cache = open_cache(place)
-    stored = directory_bytes(place)
+    stored = sum(distinct_files(place).values())
     print(f"{len(cache):,} samples, {int(cache.lengths.sum()):,} tokens, {stored:,} bytes in the directory\n")
     print("| rows measured | estimate | off by | range | holds |")
     print("|---|---|---|---|---|")

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -35,14 +35,12 @@ SAME = 1e-3
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _SUMMARY = re.compile(
-    r"^(?P<steps>\d+) steps in (?P<seconds>\d+) s; waited for data (?P<waited>[\d.]+)% of the steps' time; "
-    r"at most (?P<memory>[\d.]+ \w+) of memory",
+    r"^(\d+) steps in (\d+) s; waited for data ([\d.]+)% of the steps' time; at most ([\d.]+) (\w+) of memory",
     re.MULTILINE,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSummary:
+class TrainingSummary(NamedTuple):
     """What a training says of itself: steps, seconds, the share that it waited for data, and its most memory."""
 
     steps: int
@@ -56,9 +54,8 @@ class TrainingSummary:
         found = _SUMMARY.search(printed)
         if found is None:
             raise ValueError(f"a training printed no summary: {printed!r}")
-        number, unit = found["memory"].split()
-        waited = float(found["waited"]) / 100
-        return cls(int(found["steps"]), int(found["seconds"]), waited, float(number) * _UNITS[unit])
+        steps, seconds, waited, memory, unit = found.groups()
+        return cls(int(steps), int(seconds), float(waited) / 100, float(memory) * _UNITS[unit])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

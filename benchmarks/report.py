@@ -11,8 +11,8 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
@@ -22,8 +22,7 @@ TEMPLATE = Path(__file__).with_name("report.md.jinja")
 IMAGES = "images"
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(NamedTuple):
     """Something that ours did worse than a peer, in which run."""
 
     outcome: Outcome
@@ -43,11 +42,8 @@ def losses(outcomes: Sequence[Outcome]) -> list[Loss]:
 
 def machines(outcomes: Sequence[Outcome]) -> list[Machine]:
     """Return the machines that were measured on, each once."""
-    found: list[Machine] = []
-    for outcome in outcomes:
-        if outcome.machine not in found:
-            found.append(outcome.machine)
-    return found
+    distinct = {repr(outcome.machine): outcome.machine for outcome in outcomes}
+    return list(distinct.values())
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
@@ -75,12 +71,8 @@ def render(outcomes: Sequence[Outcome]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write the page; return the exit code, 2 when there is nothing to join."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument(
-        "--from", dest="source", type=Path, default=Path("bench"), help="folder of JSON (default: bench)"
-    )
-    parser.add_argument(
-        "--to", type=Path, default=Path("docs/benchmarks.md"), help="page (default: docs/benchmarks.md)"
-    )
+    parser.add_argument("--from", dest="source", type=Path, default="bench", help="folder of JSON (default: bench)")
+    parser.add_argument("--to", type=Path, default="docs/benchmarks.md", help="page (default: docs/benchmarks.md)")
     given = parser.parse_args(arguments)
     try:
         outcomes = read_outcomes(given.source)

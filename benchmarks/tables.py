@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def this_machine() -> Machine:
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         system=f"{platform.system()} {platform.release().split('-')[0]}",
         python=platform.python_version(),
-        packages={name: found for name in PACKAGES if (found := _version(name))},
+        packages={name: version(name) for name in PACKAGES if find_spec(name)},
     )
 
 
@@ -109,13 +110,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +175,9 @@ class Recorder:
     def outcome(self, *, plots: Sequence[str] = (), figures: dict[str, Any] | None = None) -> Outcome:
         """Return what was measured so far."""
         command = shlex.join(["python", "-m", f"benchmarks.{self._benchmark}", *self._arguments])
-        seconds = time.perf_counter() - self._started
-        tables = tuple(self.tables)
-        return Outcome(
-            self._benchmark, command, seconds, self.setup, this_machine(), tables, tuple(plots), figures or {}
-        )
+        seconds, machine = time.perf_counter() - self._started, this_machine()
+        made = (tuple(self.tables), tuple(plots), figures or {})
+        return Outcome(self._benchmark, command, seconds, self.setup, machine, *made)
 
     def save(self, path: Path | None) -> None:
         """Write the outcome, where a path was given."""

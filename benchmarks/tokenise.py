@@ -128,8 +128,8 @@ def trained_tokenizer(texts: Iterator[str], *, tagged: bool) -> PreTrainedTokeni
     )
     made: Any = PreTrainedTokenizerFast  # its constructor is not annotated
     tokenizer: PreTrainedTokenizerFast = made(tokenizer_object=backend, eos_token="<|im_end|>")
-    tags = ("{% generation %}", "{% endgeneration %}") if tagged else ("", "")
-    tokenizer.chat_template = TEMPLATE.replace("ENDTAG", tags[1]).replace("TAG", tags[0])
+    begin, end = ("{% generation %}", "{% endgeneration %}") if tagged else ("", "")
+    tokenizer.chat_template = TEMPLATE.replace("ENDTAG", end).replace("TAG", begin)
     return tokenizer
 
 
@@ -219,19 +219,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def tokenise_table(library: Rate, ours: Rate, whole: float, memory: Sequence[int]) -> Table:
     """Return both rates, and the memory of all processes."""
-    columns = (Column("chats"), Column("a second", ",.0f"), Column("a processor second", ",.0f"))
+    units, us = ("a second", "a processor second"), "from the file to ids and masks"
+    columns = (Column("chats"), *(Column(unit, ",.0f") for unit in units))
     ratios = (ours.clock / library.clock, ours.processor / library.processor)
-    rows = (
-        ("the library alone", library.clock, library.processor),
-        ("from the file to ids and masks", ours.clock, ours.processor),
-    )
+    rows = (("the library alone", library.clock, library.processor), (us, ours.clock, ours.processor))
     notes = (
         f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; with the start of the processes, {whole:,.0f} chats per second.",
         f"Memory of all processes at every tenth, in MiB: {', '.join(f'{size / 2**20:,.0f}' for size in memory)}.",
     )
     comparisons = tuple(
-        PeerComparison(f"tokenising, {unit}", "from the file to ids and masks", "the tokenizer library alone", ratio)
-        for unit, ratio in zip(("a second", "a processor second"), ratios, strict=True)
+        PeerComparison(f"tokenising, {unit}", us, "the tokenizer library alone", ratio)
+        for unit, ratio in zip(units, ratios, strict=True)
     )
     return Table("Tokenising", columns, rows, notes, comparisons)
 

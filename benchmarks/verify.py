@@ -11,7 +11,6 @@ is of the others, paired by repeat. Without a store, one of synthetic states per
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import batched
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 
-from benchmarks.costs import Elapsed, elapsed
+from benchmarks.costs import elapsed, time_in_turn
 from benchmarks.samples import new_schema, synthetic_samples, unsynced, write_samples
+from benchmarks.tables import Cell, Column, Table
 from dspark_store import open_cache
 from dspark_store.format.schema import COLUMNS, LAST
 from dspark_store.format.shard import read_tail
@@ -35,6 +36,7 @@ from dspark_store.readers.tensors import batch_shape, batch_tensor
 
 WIDTH, LAYERS, SEQ_LENGTH, SHARD_SIZE, SAMPLES, BATCH = 2560, 5, 1024, 6, 48, 8
 CODECS = ("default", "none", "fast")
+UNITS = ("clock", "processor")
 
 
 def write_store(place: Path, codec: str) -> None:
@@ -94,16 +96,15 @@ def _decode_object(cache: Cache, key: str) -> None:
     reader.close()
 
 
-def measure(place: Path, name: str, threads: int, repeats: int) -> list[str]:
+def measure(place: Path, name: str, threads: int, repeats: int) -> list[tuple[Cell, ...]]:
     """Measure one store; return the rows of a table."""
     cache = open_cache(place, threads=threads, allow_reduced_depth=True)
     schema = cache.schema
-    out = {
-        column: batch_tensor(
-            schema, column, batch_shape(schema, column, BATCH, schema.num_layers, schema.seq_length, "stacked"), None
-        )
+    shapes = {
+        column: batch_shape(schema, column, BATCH, schema.num_layers, schema.seq_length, "stacked")
         for column in COLUMNS
     }
+    out = {column: batch_tensor(schema, column, shape, None) for column, shape in shapes.items()}
     ways: dict[str, Callable[[], None]] = {
         "verify": partial(check, cache, threads),
         "read": partial(read, cache, out),
@@ -111,41 +112,35 @@ def measure(place: Path, name: str, threads: int, repeats: int) -> list[str]:
     }
     for action in ways.values():
         action()  # the page cache is warm, and so are the threads
-    times: dict[str, list[Elapsed]] = {way: [] for way in ways}
-    for _ in range(repeats):
-        for way, action in ways.items():
-            times[way].append(elapsed(action))
-    nbytes = state_bytes(cache)
-    rows = []
-    for way, timings in times.items():
-        clock = statistics.median(timing.clock for timing in timings)
-        processor = statistics.median(timing.processor for timing in timings)
-        pairs = list(zip(times["verify"], timings, strict=True))
-        by_clock = statistics.median(other.clock / ours.clock for ours, other in pairs)
-        by_processor = statistics.median(other.processor / ours.processor for ours, other in pairs)
-        rate = f"{nbytes / clock / 1e9:.2f} | {nbytes / processor / 1e9:.2f}"
-        rows.append(f"| {name} | {way} | {rate} | {by_clock:.2f}x | {by_processor:.2f}x |")
+    times = time_in_turn({way: partial(elapsed, action) for way, action in ways.items()}, repeats)
+    nbytes, rows = state_bytes(cache), list[tuple[Cell, ...]]()
+    for way, found in times.items():
+        seconds = [median(getattr(one, unit) for one in found) for unit in UNITS]
+        pairs = list(zip(times["verify"], found, strict=True))
+        ratios = [median(getattr(other, unit) / getattr(ours, unit) for ours, other in pairs) for unit in UNITS]
+        rows.append((name, way, *(nbytes / each / 1e9 for each in seconds), *ratios))
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", nargs="?", type=Path, help="a complete store, in place of synthetic ones")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args(arguments)
-    print("| store | way | GB/s by the clock | GB/s a processor | verify is, by the clock | by the processor |")
-    print("|---|---|---|---|---|---|")
+    rows: list[tuple[Cell, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
         places = {given.store.name: given.store} if given.store else {codec: Path(folder, codec) for codec in CODECS}
         for name, place in places.items():
             if given.store is None:
                 write_store(place, name)
-            for row in measure(place, name, given.threads, given.repeats):
-                print(row, flush=True)
+            rows += measure(place, name, given.threads, given.repeats)
+    rates = ("GB/s by the clock", "GB/s per processor", "verify is, by the clock", "by the processor")
+    columns = (Column("store"), Column("way"), *map(Column, rates))
+    print(Table("Verifying", columns, tuple(rows)).markdown())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
