@@ -1,14 +1,13 @@
 """``dspark-store``: which commands there are, and what all of them have in common."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dspark_store.cli.main import COMMANDS, main
 from dspark_store.cli.options import EXIT_CODES
+from tests.processes import run_python
 from tests.stores import build_store
 
 
@@ -64,14 +63,19 @@ def test_the_pages_have_the_exit_codes_that_every_help_ends_with(capsys):
 def test_no_help_page_imports_what_is_slow():
     lines = f"""
 import contextlib, io, sys
+from dspark_store import evaluate, train
 from dspark_store.cli.main import main
-for words in {[[], *([name] for name in COMMANDS)]}:
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        main([*words, "--help"])
+from dspark_store.precompute import __main__ as precompute
+out = io.StringIO()
+commands = [(main, words) for words in {[[], *([name] for name in COMMANDS)]}]
+for program, words in [*commands, (precompute.main, []), (train.main, []), (evaluate.main, [])]:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(out):
+        program([*words, "--help"])
+print(out.getvalue().count("exit codes:"))
 print(sorted({{"torch", "transformers", "zarr", "dask", "datasets", "pandas", "matplotlib"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    done = run_python("-c", lines)
+    assert done.stdout == f"{1 + len(COMMANDS) + 3}\n[]\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,10 +100,10 @@ def test_reading_a_store_imports_no_other_slow_library_than_torch_and_zarr(tmp_p
 import sys
 import dspark_store
 dspark_store.open_cache({str(store)!r})[0]
-print(sorted({{"transformers", "dask", "datasets", "pandas"}} & sys.modules.keys()), "torch" in sys.modules)
+print(sorted({{"torch", "zarr", "transformers", "dask", "datasets", "pandas"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
-    assert done.stdout == "[] True\n", done.stderr
+    done = run_python("-c", lines)
+    assert done.stdout == "['torch', 'zarr']\n", done.stderr
 
 
 def test_a_surprise_is_one_line_and_no_verdict_about_a_store(tmp_path, capsys, monkeypatch):
