@@ -28,8 +28,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.chat import ChatSource
-from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.masks import tokens_and_mask
 from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions
 from dspark_store.sources.rendering import Renderer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
@@ -102,12 +103,12 @@ def trace_table(tokenizer: PreTrainedTokenizerBase) -> Table:
     (tokens,) = renderer.tokenise([renderer.render(messages, None)])
     once = time.process_time() - start
     rows: list[tuple[str, float, float]] = [("rendered and tokenised once", once * 1e3, 1.0)]
-    for options in (MaskOptions(), MaskOptions(reasoning=True)):
+    for options in (DEFAULT_OPTIONS, ChatOptions(mask_reasoning_content=True)):
         renderer = Renderer(tokenizer)  # one that has seen no conversation before
         start = time.process_time()
         tokens_and_mask(renderer, Conversation(messages, None), options)
         spent = time.process_time() - start
-        name = "ids and masks" + (", reasoning masked" if options.reasoning else "")
+        name = "ids and masks" + (", reasoning masked" if options.mask_reasoning_content else "")
         rows.append((name, spent * 1e3, spent / once))
     columns = (Column("trace"), Column("processor ms", ",.0f"), Column("ratio", ".2f"))
     note = f"{TURNS_OF_A_TRACE} turns with a tool, {len(tokens.ids):,} tokens, no generation tags."

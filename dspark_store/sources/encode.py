@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.cutting import Cut, cut
 from dspark_store.sources.limits import DEFAULT_LIMITS, ProcessorTimeError, RenderLimits, run_limited
-from dspark_store.sources.masks import MaskOptions, Rendered, loss_mask, render_with_spans
+from dspark_store.sources.masks import Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import Conversation, content_of, read_conversation
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer, Tokens
@@ -77,7 +77,6 @@ class Encoder:
     def __init__(self, settings: EncoderSettings) -> None:
         """Look at the tokenizer's template; SourceError if it cannot be used."""
         self._settings = settings
-        self._masking = MaskOptions(settings.options.mask_reasoning_content, settings.options.mask_headers)
         self._text_column = settings.options.text_column
         self._renderer: Renderer | None = None
         if settings.tokenizer is not None and self._text_column is None:
@@ -149,7 +148,7 @@ class Encoder:
                 )
             conversation = read_conversation(row)
             seconds = renderer.limits.seconds
-            rendered = run_limited(lambda: render_with_spans(renderer, conversation, self._masking), seconds)
+            rendered = run_limited(lambda: render_with_spans(renderer, conversation, self._settings.options), seconds)
             return _Read(rendered, replaced, notes + _left_out(conversation, rendered.text))
         except ProcessorTimeError as error:
             return Encoded(error=f"the chat template takes {error} for the row; does it end?", fatal=True)

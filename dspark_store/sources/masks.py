@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.marks import Span
 from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions
 from dspark_store.sources.reasoning import Stretch, has_reasoning, reasoning_stretches
 from dspark_store.sources.rendering import Renderer, Rendering, Tokens
 from dspark_store.sources.source import SourceError
@@ -17,20 +18,6 @@ from dspark_store.sources.turns import Turns
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-
-
-@dataclass(frozen=True, slots=True)
-class MaskOptions:
-    """What of an assistant message is not supervised.
-
-    Attributes:
-        reasoning: its reasoning.
-        headers: its role header, where the template has no generation tags (tags leave it out anyway).
-
-    """
-
-    reasoning: bool = False
-    headers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +30,7 @@ class Rendered:
     warnings: list[str]
 
 
-def render_with_spans(renderer: Renderer, conversation: Conversation, options: MaskOptions) -> Rendered:
+def render_with_spans(renderer: Renderer, conversation: Conversation, options: ChatOptions) -> Rendered:
     """Render a conversation and find what the assistant said.
 
     With a template that has generation tags, what stands inside them is supervised. With any other, each assistant
@@ -65,14 +52,14 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: M
     tagged = renderer.supervises_by_tags(tools)
     supervised: list[Span] = []
     text = renderer.render(messages, tools, variables, tagged=supervised if tagged else None)
-    find_reasoning = options.reasoning and any(map(has_reasoning, messages))
+    find_reasoning = options.mask_reasoning_content and any(map(has_reasoning, messages))
     if not said or (tagged and not unwanted and not cut_off and not find_reasoning):
         return Rendered(text, supervised, [], [])
 
     _probe(renderer, tools, variables)
     turns = Turns(Rendering(renderer, messages, tools, variables, text), needs_marks=find_reasoning or cut_off)
     if not tagged:
-        supervised = [turns.span_said(index, options.headers) for index in said if wanted[index]]
+        supervised = [turns.span_said(index, options.mask_headers) for index in said if wanted[index]]
     masked: list[Span | Stretch] = [turns.span(index) for index in unwanted] if tagged else []
     warnings: list[str] = []
     if cut_off:
@@ -97,7 +84,7 @@ def loss_mask(renderer: Renderer, rendered: Rendered, tokens: Tokens) -> NDArray
 
 
 def tokens_and_mask(
-    renderer: Renderer, conversation: Conversation, options: MaskOptions = MaskOptions()
+    renderer: Renderer, conversation: Conversation, options: ChatOptions = DEFAULT_OPTIONS
 ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     """Return the ids and the loss mask of a whole conversation, not truncated; SourceError as `render_with_spans`."""
     rendered = render_with_spans(renderer, conversation, options)

@@ -6,8 +6,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.masks import MaskOptions, loss_mask, render_with_spans
+from dspark_store.sources.masks import loss_mask, render_with_spans
 from dspark_store.sources.messages import Conversation
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer
 
 TOOLS_IN_SYSTEM = (
@@ -165,7 +166,7 @@ def shown(
     """Return the text of a conversation with what is supervised in `[[` and `]]`."""
     renderer = template if isinstance(template, Renderer) else Renderer(byte_tokenizer(template))
     chat = Conversation(messages, tools, **conversation)  # type: ignore[arg-type]
-    rendered = render_with_spans(renderer, chat, MaskOptions(reasoning, headers))
+    rendered = render_with_spans(renderer, chat, ChatOptions(mask_reasoning_content=reasoning, mask_headers=headers))
     (tokens,) = renderer.tokenise([rendered.text])
     assert tokens.encoding is not None
     mask = loss_mask(renderer, rendered, tokens)

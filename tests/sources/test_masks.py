@@ -11,17 +11,18 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.masks import tokens_and_mask
 from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer
 from dspark_store.sources.source import SourceError
 from dspark_store.sources.turns import shared_prefix_length
 from tests.sources.words import CHAT, PLAIN, TAGGED, THINKING_IN_LAST_TURN_ONLY, WORDS, word_tokenizer
 
 
-def mask_of(template, messages=CHAT, tokenizer=None, **options):
+def mask_of(template, messages=CHAT, tokenizer=None, *, headers=False):
     renderer = Renderer(tokenizer or word_tokenizer(template))
-    _, mask = tokens_and_mask(renderer, Conversation(messages, None), MaskOptions(**options))
+    _, mask = tokens_and_mask(renderer, Conversation(messages, None), ChatOptions(mask_headers=headers))
     return mask.tolist()
 
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Encoding
 
-from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_and_mask, tokens_in_spans
+from dspark_store.sources.masks import render_with_spans, tokens_and_mask, tokens_in_spans
 from dspark_store.sources.messages import Conversation, Message
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.reasoning import Stretch, removed_stretch
 from dspark_store.sources.rendering import Renderer
 from tests.sources.shapes import SHAPES
@@ -24,7 +25,7 @@ def answer(content, reasoning, field="reasoning_content"):
 def masked(template, messages, tokenizer=None, warnings=None):
     """Return the positions that hold reasoning."""
     renderer = Renderer(tokenizer or word_tokenizer(template))
-    rendered = render_with_spans(renderer, Conversation(messages, None), MaskOptions(reasoning=True))
+    rendered = render_with_spans(renderer, Conversation(messages, None), ChatOptions(mask_reasoning_content=True))
     (tokens,) = renderer.tokenise([rendered.text])
     assert rendered.warnings == ([] if warnings is None else warnings)
     spans = [item.span() if isinstance(item, Stretch) else item for item in rendered.masked]
@@ -34,7 +35,7 @@ def masked(template, messages, tokenizer=None, warnings=None):
 def test_the_delimiters_that_vanish_belong_to_the_reasoning():
     renderer = Renderer(word_tokenizer(THINKING))
     conversation = Conversation([HI, answer("ok", "r1 r2")], None)
-    _, mask = tokens_and_mask(renderer, conversation, MaskOptions(reasoning=True))
+    _, mask = tokens_and_mask(renderer, conversation, ChatOptions(mask_reasoning_content=True))
     assert mask.tolist() == bits("0*4 1 1 0*4 1 1")
 
 

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.masks import MaskOptions, tokens_and_mask
+from dspark_store.sources.masks import tokens_and_mask
 from dspark_store.sources.messages import Conversation, read_conversation
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer
 from tests.sources.shapes import ENDING, HEADER, REASONING, SAID, SHAPES
 
@@ -42,9 +43,10 @@ def expected_text(shape, chat, kinds):
     return "".join(said)
 
 
-def supervised_text(renderer, chat, **options):
+def supervised_text(renderer, chat, *, headers=False, reasoning=False):
     conversation = read_conversation({"messages": chat})
-    ids, mask = tokens_and_mask(renderer, conversation, MaskOptions(**options))
+    options = ChatOptions(mask_headers=headers, mask_reasoning_content=reasoning)
+    ids, mask = tokens_and_mask(renderer, conversation, options)
     whole = renderer.tokenizer.decode(ids)
     return whole, renderer.tokenizer.decode(ids[mask == 1])
 

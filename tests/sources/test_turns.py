@@ -4,8 +4,9 @@ import pytest
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.limits import RenderLimits
-from dspark_store.sources.masks import MaskOptions, render_with_spans, tokens_and_mask
+from dspark_store.sources.masks import render_with_spans, tokens_and_mask
 from dspark_store.sources.messages import Conversation
+from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer, Rendering
 from dspark_store.sources.source import SourceError
 from tests.sources.templates import CHATML, GPT_OSS, HERMES, LLAMA31, MISTRAL, QWEN3, QWEN25, byte_tokenizer, shown
@@ -397,7 +398,7 @@ def test_only_the_last_answer_is_cut_off_and_only_if_it_is_the_last_message():
 # Cost
 
 
-def rendered_sizes(template, chat, **options):
+def rendered_sizes(template, chat, *, reasoning):
     """Return the size of each render of a conversation by a new renderer, and of the text."""
     renderer = Renderer(byte_tokenizer(template))
     sizes = []
@@ -409,7 +410,7 @@ def rendered_sizes(template, chat, **options):
         return text
 
     renderer.render = counted  # type: ignore[method-assign]
-    rendered = render_with_spans(renderer, Conversation(chat, TOOL), MaskOptions(**options))
+    rendered = render_with_spans(renderer, Conversation(chat, TOOL), ChatOptions(mask_reasoning_content=reasoning))
     assert rendered.supervised
     return sizes, len(rendered.text)
 
@@ -464,7 +465,7 @@ def test_a_plain_chat_with_tools_of_its_own_is_rendered_once(template, monkeypat
     def tools(name: str) -> list[JsonValue]:
         return [{"type": "function", "function": {"name": name, "description": "find " * 99}}]
 
-    tokens_and_mask(renderer, Conversation(TWO, tools("f")), MaskOptions())
+    tokens_and_mask(renderer, Conversation(TWO, tools("f")))
     renders: list[object] = []
     render = Renderer.render
 
@@ -474,8 +475,8 @@ def test_a_plain_chat_with_tools_of_its_own_is_rendered_once(template, monkeypat
 
     monkeypatch.setattr(Renderer, "render", counted)
     chat = [user("find"), said("find"), user("find me"), said("find it")]
-    _, mask = tokens_and_mask(renderer, Conversation(chat, tools("find")), MaskOptions())
+    _, mask = tokens_and_mask(renderer, Conversation(chat, tools("find")))
     assert len(renders) == 1
     alone = Renderer(byte_tokenizer(template))
     monkeypatch.setattr("dspark_store.sources.turns.explain", lambda *args: None)
-    assert mask.tolist() == tokens_and_mask(alone, Conversation(chat, tools("find")), MaskOptions())[1].tolist()
+    assert mask.tolist() == tokens_and_mask(alone, Conversation(chat, tools("find")))[1].tolist()
