@@ -12,9 +12,10 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import distinct_bytes
 from dspark_store.format.manifest import CopiedFrom, StoreRecord, identity_digest
 from dspark_store.format.metadata import has_store, read_record
-from dspark_store.format.schema import EMBED, HEAD, TOKEN_OBJECTS, StoreSchema
+from dspark_store.format.schema import HEAD, TOKEN_OBJECTS, StoreSchema
 from dspark_store.format.sizes import Volume, distinct_states, ragged_bytes
 from dspark_store.format.storage import LocalStorage
+from dspark_store.inspection.sizes import shares_tables
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.readers.cache import Cache
@@ -197,11 +198,6 @@ def refuse_small_disk(destination: LocalStorage, coming: int) -> None:
             f"no space: about {size_text(coming)} are still to be written to {destination}, {size_text(free)} are "
             "free; free some, or choose another destination"
         )
-
-
-def shares_tables(record: StoreRecord) -> bool:
-    """Tell whether a store's head is its embedding, of which the objects are then the same."""
-    return HEAD in record.weights and record.checksums.get(HEAD) == record.checksums.get(EMBED)
 
 
 def _weight_bytes(record: StoreRecord) -> int:

@@ -25,6 +25,7 @@ from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, NO_RECORD, TOKEN
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.format.token_shards import TokenRows, shard_digest
+from dspark_store.inspection.sizes import shared_slot
 from dspark_store.readers.cache import Cache
 from dspark_store.writers.lock import check_lock
 from dspark_store.writers.pipeline import EncodePipeline
@@ -127,11 +128,13 @@ def copy_states(task: CopyTask, shard: int) -> int:
     key = state_ledger(destination, record.schema).key(shard)
     if destination.exists(key):
         return 0
-    samples = record.schema.tokens.rows(shard)
+    samples, layer_ids = record.schema.tokens.rows(shard), record.schema.layer_ids
     with naming_source(task.source):
         source = open_source(task.source, task.seal)
-        _check_labels(source, samples, record.schema.layer_ids)
-        shared = _shared_slot(source, samples, record.schema.layer_ids)
+        _check_labels(source, samples, layer_ids)
+        shared = shared_slot(source, _source_shards(source, samples))
+        kept = None if shared is None else source.schema.layer_ids[shared]
+        shared = layer_ids.index(kept) if kept in layer_ids else None  # its slot in the copy
     tokens = _tokens_digest(source, samples)
     with EncodePipeline(task.threads, _BUFFER_BYTES) as pipeline:
         writer = StateShardWriter(
@@ -139,9 +142,9 @@ def copy_states(task: CopyTask, shard: int) -> int:
         )
         try:
             with naming_source(task.source):
-                checksums = _fill(source, writer, samples, record.schema.layer_ids)
+                checksums = _fill(source, writer, samples, layer_ids)
                 pipeline.flush()
-                _check_status(source, samples, writer.nonfinite_rows(), record.schema.layer_ids)
+                _check_status(source, samples, writer.nonfinite_rows(), layer_ids)
             if destination.exists(key):
                 writer.abort()
                 return 0
@@ -173,17 +176,6 @@ def _check_labels(source: Cache, samples: range, layer_ids: Sequence[int]) -> No
                 continue
             expected = Expected(source.record.store_id, item.place(shard), tokens=tokens)
             open_object(source.storage, item.key(shard), source.schema.states, expected).reader.close()
-
-
-def _shared_slot(source: Cache, samples: range, layer_ids: Sequence[int]) -> int | None:
-    """Return the copy's slot whose states are the last hidden states themselves: one object wherever they come from."""
-    if source.foreign_columns & {LAYERS, LAST}:
-        return None
-    for slot, layer in enumerate(layer_ids):
-        old = source.schema.layer_ids.index(layer)
-        if all(source.index.is_shared(shard, old) for shard in _source_shards(source, samples)):
-            return slot
-    return None
 
 
 def _fill(source: Cache, writer: StateShardWriter, samples: range, layer_ids: Sequence[int]) -> np.ndarray:

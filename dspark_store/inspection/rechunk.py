@@ -22,11 +22,11 @@ from dspark_store.inspection.copy_plan import (
     begun_copy,
     copy_record,
     refuse_small_disk,
-    shares_tables,
 )
 from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
 from dspark_store.inspection.repair.state import in_phase_states
 from dspark_store.inspection.shardwise import Workers
+from dspark_store.inspection.sizes import shares_tables
 from dspark_store.inspection.state_diff import difference
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken
 from dspark_store.progress import start_progress

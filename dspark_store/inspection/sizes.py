@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import batched, chain
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dspark_store.format.ledger import counted_objects
+from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
-from dspark_store.format.schema import COLUMNS, LAST, LAYERS, TOKEN_OBJECTS, StoreSchema
+from dspark_store.format.schema import COLUMNS, EMBED, HEAD, LAST, LAYERS, TOKEN_OBJECTS, StoreSchema
 from dspark_store.format.sizes import padded_bytes, ragged_rows_bytes
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TOKEN_VALUES
+
+if TYPE_CHECKING:  # whose torch takes seconds
+    from dspark_store.readers.cache import Cache
 
 METADATA, UNFINISHED, OTHER = "metadata", "unfinished", "other"
 _FOLDERS = ("index", "ledger", "target")
@@ -110,6 +115,26 @@ def _object_sizes(
         )
         for place, (name, layer_id, nbytes) in enumerate(objects)
     ]
+
+
+def shared_slot(cache: Cache, shards: Iterable[int]) -> int | None:
+    """Return the layer slot whose object is that of the last hidden states in all of some captured shards.
+
+    None where there is none, and where another tool has encoded either column anew.
+    """
+    if {LAYERS, LAST} & cache.foreign_columns:
+        return None
+    first, layers = len(TOKEN_OBJECTS), cache.schema.num_layers
+    slots = set(range(layers))
+    for shard in shards:
+        last = cache.index.object_record(shard, first + layers)
+        slots = {slot for slot in slots if cache.index.object_record(shard, first + slot) == last}
+    return min(slots, default=None)
+
+
+def shares_tables(record: StoreRecord) -> bool:
+    """Tell whether a store's head is its embedding, of which the objects are then the same."""
+    return HEAD in record.weights and record.checksums.get(HEAD) == record.checksums.get(EMBED)
 
 
 def column_sizes(parts: Sequence[ColumnSize]) -> list[ColumnSize]:

@@ -12,7 +12,7 @@ from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.manifest import StoreRecord, parse_record
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.copy_plan import CopySettings, CopySize, copy_record, refuse_small_disk, shares_tables
+from dspark_store.inspection.copy_plan import CopySettings, CopySize, copy_record, refuse_small_disk
 from dspark_store.inspection.rechunk import rechunk
 from tests.inspection.copies import MANIFEST
 from tests.stores import Shape, build_store
@@ -141,8 +141,3 @@ def test_a_disk_is_too_small_by_one_byte(monkeypatch, source):
     refuse_small_disk(storage, 1000)
     with pytest.raises(ValueError, match=r"about 1.00 KB are still to be written to .*, 1.00 KB are free"):
         refuse_small_disk(storage, 1001)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_is_the_embedding_is_known_by_its_bytes(tied, tmp_path):
-    assert shares_tables(build_store(tmp_path, tied=tied).record) == tied

@@ -8,7 +8,15 @@ import numpy as np
 
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.schema import StoreSchema
-from dspark_store.inspection.sizes import ShardRows, compare, files_beside, layer_sizes, token_sizes, total_size
+from dspark_store.inspection.sizes import (
+    ShardRows,
+    compare,
+    files_beside,
+    layer_sizes,
+    shares_tables,
+    token_sizes,
+    total_size,
+)
 from tests.stores import build_store
 
 SCHEMA = StoreSchema(5, 3, 10, 4, 2, (0, 1), cache_dtype("fp32"), "default", 5)
@@ -79,6 +87,7 @@ def test_index_ledger_target_and_metadata_are_counted_apart(tmp_path):
 
 def test_a_tied_head_takes_nothing(tmp_path):
     tied, own = build_store(tmp_path / "tied", tied=True), build_store(tmp_path / "own")
+    assert (shares_tables(tied.record), shares_tables(own.record)) == (True, False)
     assert (groups_of(tied)["target"].files, groups_of(own)["target"].files) == (1, 2)
 
 

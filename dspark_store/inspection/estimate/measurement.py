@@ -19,6 +19,7 @@ from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects
 from dspark_store.format.token_shards import TOKEN_VALUES, TokenRows
 from dspark_store.inspection.samples import SampleTokens
+from dspark_store.inspection.sizes import shares_tables
 from dspark_store.precompute.job import Job
 from dspark_store.precompute.job_target import JobTarget, plan_target
 from dspark_store.precompute.ranks import join_world
@@ -202,7 +203,7 @@ def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) ->
     tables: list[torch.Tensor] = []
     if cache.record.weights:
         weights = cache.weights()
-        tied = bool(cache.head.get("tied"))
+        tied = shares_tables(cache.record)
         tables = [weights.embed, *([] if tied else [weights.head]), *([] if weights.bias is None else [weights.bias])]
     encoder.encode_tables(tables)  # none in a store that has states and no tables: they would come first
 

@@ -94,7 +94,7 @@ def _states(cache: Cache, survey: StatsSurvey, factor: float) -> dict[str, JsonV
     ]
     last: JsonValue = None
     if states.last is not None:
-        same = cache.schema.layer_id(states.shared) if states.shared >= 0 else None
+        same = cache.schema.layer_id(states.shared) if states.shared is not None else None
         last = {"column": LAST, "same_objects_as_layer": same, **summarise_layer(states.last, factor)}
     return {"layers": layers, "last_hidden_states": last, "neighbours": neighbours}
 

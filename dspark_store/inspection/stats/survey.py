@@ -11,10 +11,11 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import Storage
 from dspark_store.inspection.samples import check_foreign_tokens
 from dspark_store.inspection.shardwise import MergeTree, Workers, merge_known
+from dspark_store.inspection.sizes import shared_slot
 from dspark_store.inspection.stats.tallies import (
     NO_NUMBERS,
     Moments,
@@ -41,15 +42,15 @@ class StatesTally:
     """The states of some samples: a tally a layer, the last hidden states', and the cosines between neighbours.
 
     ``layers`` are in the order asked for and ``neighbours[i]`` stands between layers i and i + 1. ``last`` is None
-    where it was not asked for; ``shared`` is the slot whose object it is, -1 where it has its own, or where the
-    shards do not agree.
+    where it was not asked for; ``shared`` is the slot whose object it is, None where it has its own, or where
+    the shards do not agree.
     """
 
     samples: int
     layers: tuple[StateTally, ...]
     neighbours: tuple[Moments[float], ...]
     last: StateTally | None
-    shared: int
+    shared: int | None
 
     def merge(self, later: StatesTally) -> StatesTally:
         """Return the tally of both."""
@@ -58,7 +59,7 @@ class StatesTally:
             tuple(one.merge(other) for one, other in zip(self.layers, later.layers, strict=True)),
             tuple(one.merge(other) for one, other in zip(self.neighbours, later.neighbours, strict=True)),
             merge_known(self.last, later.last),
-            self.shared if self.shared == later.shared else -1,
+            self.shared if self.shared == later.shared else None,
         )
 
 
@@ -121,7 +122,7 @@ class ShardSurvey:
         return chosen
 
     def _states(self, cache: Cache, shard: int, rows: Sequence[int]) -> StatesTally:
-        shared = _shared_slot(cache, shard) if self.last else -1
+        shared = shared_slot(cache, [shard]) if self.last else None
         own_last = self.last and shared not in self.slots
         columns = ([LAYERS] if self.slots else []) + ([LAST] if own_last else [])
         schema = cache.schema
@@ -132,17 +133,8 @@ class ShardSurvey:
             tallies = [old.merge(new.tally) for old, new in zip(tallies, blocks, strict=True)]
             near = [old.merge(cosines(blocks[at], blocks[at + 1])) for at, old in enumerate(near)]
         layers = tuple(tallies[: len(self.slots)])
-        last = tallies[-1] if own_last else layers[self.slots.index(shared)] if self.last else None
+        last = tallies[-1] if own_last else None if shared is None else layers[self.slots.index(shared)]
         return StatesTally(len(rows), layers, tuple(near), last, shared)
-
-
-def _shared_slot(cache: Cache, shard: int) -> int:
-    """Return the slot of the layer that is the very same object as the last hidden states, -1 where there is none."""
-    if {LAYERS, LAST} & cache.foreign_columns:
-        return -1
-    first, layers = len(TOKEN_OBJECTS), cache.schema.num_layers
-    last = cache.index.object_record(shard, first + layers)
-    return next((slot for slot in range(layers) if cache.index.object_record(shard, first + slot) == last), -1)
 
 
 def _read_tokens(cache: Cache, rows: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
