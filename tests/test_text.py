@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dspark_store.cli.main import main
-from dspark_store.text import log_to_stderr, say, say_error, say_json, show, visible
+from dspark_store.text import log_to_stderr, say, say_error, say_json, show, size_text, time_text, visible
 from tests.stores import build_store
 
 PACKAGE = Path(__file__).parents[1] / "dspark_store"
@@ -114,3 +114,27 @@ def test_no_field_of_a_store_gives_orders(words, tmp_path, capsys):
     told = capsys.readouterr()
     assert not FORBIDDEN & set(told.out)
     assert not (FORBIDDEN - {"\r"}) & set(told.err)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 KB"),
+        (999_499, "999.50 KB"),
+        (999_500, "1.00 MB"),
+        (1.5e12, "1.50 TB"),
+        (3e18, "3000.00 PB"),
+        (-2e6, "-2.00 MB"),
+    ],
+)
+def test_sizes_are_in_powers_of_1000(count, text):
+    assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h")]
+)
+def test_durations_are_in_the_unit_that_fits(seconds, text):
+    assert time_text(seconds) == text

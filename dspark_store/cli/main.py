@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from dspark_store.cli.options import INTERRUPTED, TERMINATED, OneLineParser, exit_code_of, leads
-from dspark_store.cli.progress import Bar
+from dspark_store.cli.terminal import Bar
 from dspark_store.progress import progress_shown_by
 from dspark_store.text import foreseen, one_line, say, say_error
 

@@ -1,15 +1,18 @@
-"""What commands print on a terminal: colours, lines that fit, and tokens with what is supervised among them."""
+"""What commands print on a terminal: colours, lines that fit, tokens and what of them is supervised, and a bar."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, Self, TextIO
 
 import numpy as np
+from tqdm import tqdm
 
 from dspark_store.text import visible
 
@@ -22,6 +25,7 @@ type Decode = Callable[[Sequence[int]], str]
 
 _CODES: dict[Colour, str] = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
 _WIDEST = 100
+_NOTE_SECONDS = 0.2
 
 
 class Colours:
@@ -66,3 +70,40 @@ def masked_text(
         supervised = stop > start and bool(mask[start])
         parts.append(f"{before}{colours.paint(text, 'green')}{after}" if supervised else text)
     return "".join(parts)
+
+
+class Bar:
+    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then."""
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
+        terminal = sys.stderr.isatty()
+        self._noted = 0.0
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=what,
+            unit=f" {unit}",
+            unit_scale=True,
+            file=sys.stderr,
+            mininterval=0.2 if terminal else 20.0,
+            dynamic_ncols=terminal,
+        )
+
+    def advance(self, units: int, note: str = "") -> None:
+        """Count ``units`` more as done, and show ``note`` behind the bar."""
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(units)
+
+    def reach(self, units: int, note: Callable[[], str]) -> None:
+        """Show that ``units`` are done in all, and ``note`` behind the bar, a few times a second."""
+        if time.monotonic() - self._noted >= _NOTE_SECONDS:
+            self._noted = time.monotonic()
+            self._bar.set_postfix_str(note(), refresh=False)
+        self._bar.update(units - self._bar.n)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.close()

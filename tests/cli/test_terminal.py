@@ -1,11 +1,12 @@
 """What commands print on a terminal, and what where there is none."""
 
 import io
+import time
 
 import numpy as np
 import pytest
 
-from dspark_store.cli.terminal import Colours, columns, entry, masked_text
+from dspark_store.cli.terminal import Bar, Colours, columns, entry, masked_text
 from dspark_store.text import visible
 
 
@@ -52,3 +53,30 @@ def test_a_line_is_as_wide_as_the_terminal_up_to_100_columns(monkeypatch):
     for found, wide in (("64", 64), ("300", 100)):
         monkeypatch.setenv("COLUMNS", found)
         assert columns() == wide
+
+
+def test_a_bar_shows_what_is_done_and_the_note(capsys):
+    with Bar("capture", 100, "tokens", done=20) as progress:
+        progress.reach(60, lambda: "noted")
+        progress.advance(40, "all done")
+    shown = capsys.readouterr().err
+    assert "capture:" in shown
+    assert "100/100" in shown
+    assert "all done" in shown
+
+
+def test_a_note_is_made_a_few_times_a_second_and_not_for_every_unit(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    noted: list[int] = []
+    progress = Bar("capture", 10, "tokens")
+    for units in range(1, 5):
+
+        def note(units: int = units) -> str:
+            noted.append(units)
+            return "a note"
+
+        progress.reach(units, note)
+        now[0] += 0.15
+    progress._bar.close()
+    assert noted == [1, 3]
