@@ -24,6 +24,8 @@ from benchmarks.storage import sync_files
 from dspark_store.format.dtypes import tensor_bits
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 
+RAGGED = "ragged rows in one file (DeepSpec)"
+
 type Write = Callable[[Path], object]
 type Block = dict[str, np.ndarray]
 
@@ -40,7 +42,7 @@ def ways_to_write(samples: Samples, schemas: Mapping[str, StoreSchema], threads:
     return {
         **ours,
         "safetensors shards (NeMo)": partial(_write_safetensors, samples, default),
-        "ragged rows in one file (DeepSpec)": partial(_write_ragged, samples),
+        RAGGED: partial(_write_ragged, samples),
         **{name: partial(_write_zarr, samples, default, pipeline) for name, pipeline in PIPELINES.items()},
         "TensorStore": partial(_write_tensorstore, samples, default),
         "dask.array.store": partial(_write_dask, samples, default),

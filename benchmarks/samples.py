@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,9 +163,15 @@ def write_samples(
     digests = [read_token_shard(storage, record, shard).digest for shard in range(len(shards))]
 
     def write_states() -> None:
-        with EncodePipeline(threads, buffer_bytes) as pipeline:
+        with EncodePipeline(threads, buffer_bytes) as pipeline, ThreadPoolExecutor(1) as thread:
+            commit: Future[object] | None = None  # which runs behind the next shard, as in a capture
             for shard, digest in enumerate(digests):
-                _write_shard(samples, storage, record, shard, digest, pipeline)
+                writer = _added(samples, storage, record, shard, digest, pipeline)
+                if commit is not None:
+                    commit.result()
+                commit = thread.submit(writer.commit)
+            if commit is not None:
+                commit.result()
 
     time = elapsed(write_states)
     complete_store(storage, record)
@@ -180,10 +187,10 @@ def write_tokens(storage: LocalStorage, record: StoreRecord, shards: Iterable[Se
     return settle_tokens(storage, record)
 
 
-def _write_shard(
+def _added(
     samples: Samples, storage: LocalStorage, record: StoreRecord, shard: int, tokens: str, pipeline: EncodePipeline
-) -> None:
-    """Write and commit a shard's states, the last layer as the last hidden state as well."""
+) -> StateShardWriter:
+    """Return the writer of a shard that has all of its states, the last layer as the last hidden state as well."""
     members, last_slot = record.schema.tokens.rows(shard), record.schema.num_layers - 1
     writer = StateShardWriter(
         storage, record, shard, rows=len(members), tokens=tokens, pipeline=pipeline, shared_slot=last_slot
@@ -191,7 +198,7 @@ def _write_shard(
     for row, sample in enumerate(members):
         layers = samples.states(sample)
         writer.add(row, layers, layers[-1])
-    writer.commit()
+    return writer
 
 
 def unsynced() -> AbstractContextManager[object]:

@@ -1,8 +1,9 @@
 """What writing costs: memory over the rows of a shard, encoding rate beside plain threads, cost beside a forward.
 
-``python -m benchmarks.writers [--width 4096] [--codec default] [--only memory|rates|cost]``. Rates are medians of
-alternating runs, given as ratios; memory is the peak resident set above the level before the first shard, each case in
-a process of its own. The cost is that of a whole capture: see `benchmarks.writing_cost`.
+``python -m benchmarks.writers [--width 4096] [--codec default] [--only memory|rates|cost|idle|peers]``. Rates are
+medians of alternating runs, given as ratios; memory is the peak resident set above the level before the first shard,
+each case in a process of its own. The cost is that of a whole capture: see `benchmarks.writing_cost`; so is ``idle``,
+of a target that sleeps. ``peers`` writes ``--gigabytes`` of states beside DeepSpec's writer.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks import writing_cost
 from benchmarks.costs import Elapsed, elapsed, in_own_process, peak_of, resident_bytes
-from benchmarks.samples import BF16, Samples, new_schema, synthetic_states, write_samples
+from benchmarks.peer_writing import RAGGED, ways_to_write
+from benchmarks.peers import rate_table
+from benchmarks.samples import BF16, Samples, new_schema, synthetic_samples, synthetic_states, write_samples
+from benchmarks.storage import distinct_files
 from benchmarks.tables import Column, PeerComparison, Recorder, Table
-from dspark_store.format.dtypes import tensor_bits
 
 LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
 MEMORY_SAMPLES = 256
 RATE_SAMPLES, RATE_SHARD = 256, 256  # the default of --shard-size
 BUFFER_BYTES = 64 * 2**20
-PARTS = ("memory", "rates", "cost")
+PARTS = ("memory", "rates", "cost", "idle", "peers")
+PEER_WIDTH, PEER_SHARD, CODECS = 2560, 16, ("none", "default")
 
 
 def repeated_samples(width: int, count: int, *, fresh: bool) -> Samples:
@@ -67,33 +71,20 @@ def memory_in_processes(width: int, codec: str, shard_size: int, place: Path) ->
     )
 
 
-def encode_plainly(samples: Samples, codec: str) -> None:
-    """Encode the chunks of the samples with two threads and the codec alone."""
-    schema = new_schema(0, RATE_SHARD, SEQ_LENGTH, samples.width, range(1, LAYERS + 1), codec)
-    chain, step = schema.chain("target_last_hidden_states"), schema.chunk_tokens
-    tasks = [
-        tensor_bits(states[first : first + step])
-        for sample, length in enumerate(samples.lengths)
-        for states in samples.states(sample)
-        for first in range(0, length, step)
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in pool.map(chain.compressor.compress, tasks):
-            pass
-
-
 def measure_rates(width: int, codec: str, place: Path, repeats: int) -> dict[str, tuple[float, float]]:
     """Return the median rates, bytes of states per second, of the whole writer and of plain threads, alternating.
 
     They are given by the clock and by processor time, which other programs on the machine do not disturb.
     """
     samples = repeated_samples(width, RATE_SAMPLES, fresh=False)
+    schema = new_schema(0, RATE_SHARD, SEQ_LENGTH, width, range(1, LAYERS + 1), codec)
     ours, plain = [], []
     for repeat in range(repeats):
         target = place / f"rate-{repeat}"
         ours.append(write(samples, codec, RATE_SHARD, target))
         shutil.rmtree(target)
-        plain.append(elapsed(lambda: encode_plainly(samples, codec)))
+        rows = (states for sample in range(RATE_SAMPLES) for states in samples.states(sample))
+        plain.append(elapsed(partial(writing_cost.encode_plainly, schema, rows, 2)))
 
     def median_rate(seconds: Iterable[float]) -> float:
         return samples.state_bytes / statistics.median(seconds)
@@ -133,6 +124,28 @@ def rates_table(width: int, codec: str, place: Path, repeats: int) -> Table:
     return Table(f"The rate of the writer, shards of {RATE_SHARD} samples", columns, rows, (note,), comparisons)
 
 
+def peers_table(gigabytes: float, place: Path, repeats: int) -> Table:
+    """Write as many states beside DeepSpec's writer, each to the disk, where fixed costs vanish."""
+    sample_bytes = SEQ_LENGTH * LAYERS * PEER_WIDTH * BF16.itemsize
+    count = max(2 * PEER_SHARD, round(gigabytes * 1e9 / sample_bytes))
+    samples = synthetic_samples(SEQ_LENGTH, PEER_WIDTH, LAYERS, count, ragged=False)
+    schemas = {
+        codec: new_schema(0, PEER_SHARD, SEQ_LENGTH, PEER_WIDTH, range(1, LAYERS + 1), codec) for codec in CODECS
+    }
+    found = ways_to_write(samples, schemas, 2)
+    ways = {name: found[name] for name in (*(f"ours, {codec}" for codec in CODECS), RAGGED)}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    stored: dict[str, float] = {}
+    for _ in range(repeats):
+        for name, write_all in ways.items():
+            rates[name].append(count / elapsed(partial(write_all, place / "written")).clock)
+            stored[name] = sum(distinct_files(place / "written").values()) / count
+            shutil.rmtree(place / "written")
+    title = f"Writing {samples.state_bytes / 1e9:.1f} GB of states beside DeepSpec's writer"
+    note = f"H={PEER_WIDTH}, S={SEQ_LENGTH}, full rows, R={PEER_SHARD}. Both end when all files are on the disk."
+    return rate_table(title, rates, stored, samples, RAGGED, [note])
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.writers", description=__doc__)
@@ -143,6 +156,9 @@ def main(arguments: Sequence[str]) -> int:
         "--tokens-per-second", type=float, default=500, help="rate of the cost's forward (default: 500)"
     )
     parser.add_argument("--samples", type=int, default=64, help="samples of 128 tokens a run of the cost (default: 64)")
+    parser.add_argument(
+        "--gigabytes", type=float, default=2.0, help="bytes of states that peers write as well (default: 2)"
+    )
     parser.add_argument("--only", choices=PARTS, help="measure one thing (default: all)")
     parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="file to write the outcome to")
@@ -165,6 +181,10 @@ def _table(part: str, given: argparse.Namespace, place: Path) -> Table:
         return memory_table(given.width, given.codec, place)
     if part == "rates":
         return rates_table(given.width, given.codec, place, given.repeats)
+    if part == "idle":
+        return writing_cost.idle_table(place, pairs=min(given.repeats, 3))
+    if part == "peers":
+        return peers_table(given.gigabytes, place, min(given.repeats, 3))
     return writing_cost.cost_table(
         given.width,
         given.codec,

@@ -1,45 +1,55 @@
 """What writing costs a capture: time and memory beside the same forwards without it.
 
-The target is a stand-in: real matrix products on all cores, calibrated to a number of tokens per second, that gives six
-states a token, of five layers and the last one, none of them shared. Part of ``python -m benchmarks.writers``.
+The target is a stand-in that gives six states per token, of five layers and the last one, none of them shared: real
+matrix products on all cores, calibrated to a number of tokens per second, or one that only sleeps, as a GPU leaves the
+processor alone. Part of ``python -m benchmarks.writers``.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from benchmarks.captures import BUFFER_BYTES, CaptureWork, new_workload, run_forwards, run_writing
 from benchmarks.costs import CPU, elapsed, in_own_process, peak_of
-from benchmarks.samples import new_schema, synthetic_states
+from benchmarks.samples import BF16, new_schema, synthetic_states
 from benchmarks.tables import Column, PeerComparison, Table
+from dspark_store.format.dtypes import tensor_bits
+from dspark_store.format.schema import StoreSchema
 from dspark_store.precompute.capture import Capture, CaptureSettings
 from dspark_store.target.capture import StageStates
 
 MIB = 2**20
 LAYERS, LENGTH, BATCH, VOCAB = 5, 128, 4, 1000
 PEAK_SAMPLES = 32
+IDLE_WIDTH, IDLE_SAMPLES, IDLE_SHARDS = 1024, 640, (64, 16)
+"""H and the samples of a target that sleeps, and their shards: ten and forty."""
+IDLE_RATE = 100e6
+"""Bytes of states per second that such a target gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureCase:
-    """One measurement: H and codec of the store, its samples, all in one shard, and products of the stand-in."""
+    """One measurement: H and codec of the store, its samples, products of the stand-in, samples per shard (0: all)."""
 
     width: int
     codec: str
     samples: int
     products: int = 0
+    shard_size: int = 0
 
     def workload(self, place: Path) -> CaptureWork:
         """Make the store in ``place``."""
-        schema = new_schema(0, self.samples, LENGTH, self.width, range(LAYERS), self.codec)
+        schema = new_schema(0, self.shard_size or self.samples, LENGTH, self.width, range(LAYERS), self.codec)
         # the target's last layer is the one after those captured: what shares no object costs the most
         settings = CaptureSettings(CPU, BATCH, 0, LAYERS, stop_on_nonfinite=False)
         lengths = [LENGTH] * self.samples
@@ -78,6 +88,35 @@ class StandIn:
         return min(elapsed(product, CPU).clock for _ in range(9))
 
 
+class SleepingTarget:
+    """A capture that uses no processor: it sleeps for the seconds of a batch, and gives states where they lie."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        self._seconds = seconds
+        self._pool = synthetic_states(BATCH * LENGTH + LAYERS, width)
+
+    def __call__(self, ids: torch.Tensor, attention: torch.Tensor) -> StageStates:
+        """Run one batch of any ids, (B, S)."""
+        time.sleep(self._seconds)
+        count = ids.numel()
+        states = [self._pool[layer : layer + count].view(*ids.shape, -1) for layer in range(LAYERS + 1)]
+        return StageStates(tuple(range(LAYERS)), tuple(states[:-1]), states[-1])
+
+    def rows(self) -> Iterator[torch.Tensor]:
+        """Yield the states of each sample and layer of a batch, (128, H)."""
+        for layer in range(LAYERS + 1):
+            yield from torch.split(self._pool[layer : layer + BATCH * LENGTH], LENGTH)
+
+
+def encode_plainly(schema: StoreSchema, rows: Iterable[torch.Tensor], threads: int) -> None:
+    """Encode the chunks of rows of states, (length, H) each, with the codec alone, and drop them."""
+    chain, step = schema.chain("target_last_hidden_states"), schema.chunk_tokens
+    tasks = [tensor_bits(states[first : first + step]) for states in rows for first in range(0, len(states), step)]
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(chain.compressor.compress, tasks):
+            pass
+
+
 def calibrated(case: CaptureCase, tokens_per_second: float) -> CaptureCase:
     """Return the case with as many products as give about this rate."""
     wanted = BATCH * LENGTH / tokens_per_second / case.stand_in().seconds_of_product()
@@ -109,7 +148,7 @@ def measure_cost(case: CaptureCase, place: Path, pairs: int) -> CostRatios:
         shutil.rmtree(place / "states")
     both = list(zip(writing, alone, strict=True))
     return CostRatios(
-        workload.tokens / statistics.median(run.clock for run in alone),
+        workload.tokens / median(run.clock for run in alone),
         tuple(ours.clock / theirs.clock for ours, theirs in both),
         tuple(ours.processor / theirs.processor for ours, theirs in both),
     )
@@ -126,7 +165,7 @@ def measure_peak(case: CaptureCase, place: Path, writes: bool) -> int:
 def peak_over_forward(case: CaptureCase, place: Path, runs: int = 3) -> float:
     """Return what writing adds to the peak of the same forwards: medians of processes of their own."""
     writing, alone = (
-        statistics.median(in_own_process(measure_peak, case, place / f"{writes}-{run}", writes) for run in range(runs))
+        median(in_own_process(measure_peak, case, place / f"{writes}-{run}", writes) for run in range(runs))
         for writes in (True, False)
     )
     return writing - alone
@@ -140,7 +179,7 @@ def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_se
     rows: list[tuple[str, float, float | None, float | None, float | None]] = []
     comparisons = []
     for unit, ratios, aim in (("clock", cost.clock, 1.05), ("processor", cost.processor, None)):
-        ratio = statistics.median(ratios)
+        ratio = median(ratios)
         rows.append((f"with writing / forward alone, {unit}", ratio, min(ratios), max(ratios), aim))
         comparisons.append(
             PeerComparison("writing during a capture", f"a forward with writing, {unit}", "without", 1 / ratio)
@@ -155,6 +194,49 @@ def cost_table(width: int, codec: str, place: Path, *, pairs: int, tokens_per_se
         f"token, {pairs} pairs."
     )
     return Table("What writing costs a capture", columns, tuple(rows), (note,), tuple(comparisons))
+
+
+def idle_table(place: Path, *, pairs: int, rate: float = IDLE_RATE, samples: int = IDLE_SAMPLES) -> Table:
+    """Measure what writing costs a target that sleeps, and what it reaches of the encoders' rate where that is less."""
+    torch.set_num_threads(_cores())
+    batch_bytes = BATCH * LENGTH * (LAYERS + 1) * IDLE_WIDTH * BF16.itemsize
+    rows: list[tuple[str, float, float, float, float]] = []
+    comparisons = []
+    for shard_size in IDLE_SHARDS:
+        for codec in ("none", "default"):
+            case = CaptureCase(IDLE_WIDTH, codec, samples, shard_size=shard_size)
+            workload = case.workload(place / f"{shard_size}-{codec}")
+            paced, hurried = (SleepingTarget(IDLE_WIDTH, seconds) for seconds in (batch_bytes / rate, 0.0))
+            ours = [_seconds_of_writing(workload, paced, place / "states") for _ in range(pairs)]
+            alone = [elapsed(partial(run_forwards, workload, paced), CPU).clock for _ in range(pairs)]
+            ratios = [mine / theirs for mine, theirs in zip(ours, alone, strict=True)]
+            name = f"R={shard_size}, codec {codec}"
+            rows.append((f"{name}: with writing / without", median(ratios), min(ratios), max(ratios), 1.03))
+            comparisons.append(PeerComparison("writing behind a target that sleeps", name, "without", 1 / rows[-1][1]))
+            if codec != "none":
+                limits = []
+                for _ in range(pairs):
+                    written = _seconds_of_writing(workload, hurried, place / "states")
+                    plain = (row for _ in range(samples // BATCH) for row in hurried.rows())
+                    encode = partial(encode_plainly, workload.record.schema, plain, _cores())
+                    limits.append(elapsed(encode, CPU).clock / written)
+                rows.append((f"{name}: of the encoders' rate", median(limits), min(limits), max(limits), 0.9))
+    columns = (Column("what"), *(Column(name, ",.3f") for name in ("median", "least", "most")), Column("aim", ",g"))
+    note = (
+        f"H={IDLE_WIDTH}, {samples} samples of {LENGTH} tokens; the target sleeps for the time in which it gives "
+        f"{rate / 1e6:.0f} MB of states per second. The encoders' rate is that of {_cores()} plain threads and the "
+        f"codec alone, and the target of that row takes no time. {pairs} runs each."
+    )
+    return Table(
+        "What writing costs a target that uses no processor", columns, tuple(rows), (note,), tuple(comparisons)
+    )
+
+
+def _seconds_of_writing(workload: CaptureWork, target: Capture, place: Path) -> float:
+    copy = workload.copied(place)
+    seconds = elapsed(partial(run_writing, copy, target), CPU).clock
+    shutil.rmtree(place)
+    return seconds
 
 
 def _cores() -> int:

@@ -102,21 +102,10 @@ class StateShardWriter:
         self._chunk_bytes = self._schema.chunk_tokens * self._schema.hidden_size * self._schema.dtype.itemsize
         self._last = self._schema.state_objects[-1]
         self._shared = None if shared_slot is None else self._schema.state_objects[shared_slot]
-        self._nonfinite: list[list[int]] = []
-        self._written: list[StateObject] = []
-        self._writers: list[ShardWriter] = []
-        try:
-            for item in self._schema.state_objects if objects is None else objects:
-                if item != self._shared:
-                    self._open(item)
-        except BaseException:
-            self.abort()
-            raise
-
-    def _open(self, item: StateObject) -> None:
-        self._writers.append(ShardWriter(self._storage.create(item.key(self._shard)), self._schema.states.slots))
-        self._written.append(item)
-        self._nonfinite.append([])
+        own = self._schema.state_objects if objects is None else objects
+        self._written = [item for item in own if item != self._shared]
+        self._nonfinite: list[list[int]] = [[] for _ in self._written]
+        self._writers: dict[StateObject, ShardWriter] = {}
 
     def add(self, row: int, layers: Sequence[torch.Tensor | None], last: torch.Tensor | None) -> None:
         """Queue one sample: K tensors (length, H) in slot order and the last hidden states (length, H), on the CPU.
@@ -138,7 +127,7 @@ class StateShardWriter:
         for begin in range(0, chunks, run):
             piece = states[begin * step : (begin + run) * step]
             task = partial(self._encode, piece, row, self._nonfinite[position])
-            sink = partial(self._store, self._writers[position], first + begin)
+            sink = partial(self._store, self._written[position], first + begin)
             # counted twice: as states that wait for an encoder, and as what waits for the disk
             self._pipeline.submit(task, 2 * min(run, chunks - begin) * self._chunk_bytes, sink)
 
@@ -174,9 +163,15 @@ class StateShardWriter:
             buffers.release(buffer)
         return encoded, finite
 
-    def _store(self, writer: ShardWriter, slot: int, chunks: Sequence[EncodedChunk]) -> None:
+    def _writer(self, item: StateObject) -> ShardWriter:
+        """Open an object when it is first written, which is in the writing thread: nobody else waits for that."""
+        if item not in self._writers:
+            self._writers[item] = ShardWriter(self._storage.create(item.key(self._shard)), self._schema.states.slots)
+        return self._writers[item]
+
+    def _store(self, item: StateObject, slot: int, chunks: Sequence[EncodedChunk]) -> None:
         """Append encoded chunks to their object, in the writing thread."""
-        writer.append(slot, *chunks)
+        self._writer(item).append(slot, *chunks)
         for chunk in chunks if not self._compressed else ():
             payload = memoryview(chunk.payload).obj  # uncompressed, it was a view of the buffer
             if isinstance(payload, np.ndarray):
@@ -190,12 +185,13 @@ class StateShardWriter:
         """
         self._pipeline.flush()
         labels = [self._label(item, nonfinite) for item, nonfinite in zip(self._written, self._nonfinite, strict=True)]
+        writers = [self._writer(item) for item in self._written]
         records: dict[StateObject, ObjectRecord] = {}
         with ThreadPoolExecutor(max(1, len(labels)), "sync") as pool:
-            for item, record in zip(self._written, pool.map(ShardWriter.sync, self._writers, labels), strict=True):
+            for item, record in zip(self._written, pool.map(ShardWriter.sync, writers, labels), strict=True):
                 records[item] = record
                 on_object()
-        for writer in self._writers:
+        for writer in writers:
             on_object()
             writer.publish()
         stored = sum(record.nbytes for record in records.values())
@@ -215,7 +211,7 @@ class StateShardWriter:
     def abort(self) -> None:
         """Drop the shard; nothing of it was visible."""
         self._pipeline.reset()
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.abort()
 
     def _label(self, item: StateObject, nonfinite: Sequence[int]) -> ObjectLabel:

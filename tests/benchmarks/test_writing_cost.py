@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.captures import CaptureWork, run_copies, run_forwards, run_writing
-from benchmarks.writing_cost import LAYERS, LENGTH, CaptureCase, StandIn, calibrated, measure_cost
+from benchmarks.writing_cost import LAYERS, LENGTH, CaptureCase, StandIn, calibrated, idle_table, measure_cost
 from dspark_store import open_cache, verify_store
 from dspark_store.writers.publish import complete_store
 
@@ -58,6 +58,19 @@ def test_the_cost_is_a_ratio_of_pairs_and_copies_are_removed(tmp_path):
     assert len(cost.clock) == len(cost.processor) == 2
     assert min(cost.clock) > 1  # the stand-in does next to nothing, and writing takes its time
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+def test_a_target_that_sleeps_is_measured_with_each_codec_and_shard_size(tmp_path):
+    threads = torch.get_num_threads()
+    try:
+        table = idle_table(tmp_path, pairs=1, rate=1e12, samples=20)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(table.rows) == 6
+    assert {comparison.ours for comparison in table.comparisons} == {
+        f"R={size}, codec {codec}" for size in (16, 64) for codec in ("none", "default")
+    }
+    assert not (tmp_path / "states").exists()
 
 
 def test_calibration_takes_more_products_for_a_slower_target():
