@@ -145,6 +145,15 @@ def test_a_store_without_tables_is_estimated_without(tmp_path, capsys):
     assert found["parts"][-1]["stored_bytes"]["expected"] == 0
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_of_a_store_are_counted_as_they_stand_on_the_disk(tmp_path, capsys, tied):
+    """Also where no facts of the head say whether it is the embedding."""
+    store = build_store(tmp_path / "store", tied=tied, fields={"manifest": MANIFEST})
+    found = estimate(tmp_path, capsys, "--store", str(store.path), data=False)
+    files = {path.stat().st_ino: path.stat().st_size for path in (store.path / "target").rglob("c.*")}
+    assert found["parts"][-1]["stored_bytes"]["expected"] == sum(files.values())
+
+
 def test_without_a_measurement_the_target_is_not_loaded_and_the_answer_says_so(place, capsys, monkeypatch):
     monkeypatch.setattr("dspark_store.inspection.estimate.measurement.JobTarget", None)
     found = estimate(place, capsys, "--measure", "0")
