@@ -173,11 +173,11 @@ def compare_weights(a: Cache, b: Cache) -> list[WeightDifference]:
     """Return the vocabulary tables that differ; tables whose stored bytes are the same are not decoded."""
     found: list[WeightDifference] = []
     for path in sorted(a.record.weights.keys() | b.record.weights.keys()):
-        shapes = [cache.record.weights.get(path) for cache in (a, b)]
-        if None in shapes:
-            found.append(WeightDifference(path, None, f"only in {'A' if shapes[1] is None else 'B'}"))
-        elif list(shapes[0] or ()) != list(shapes[1] or ()):
-            found.append(WeightDifference(path, None, f"of shape {list(shapes[0] or ())} and {list(shapes[1] or ())}"))
+        one, other = a.record.weights.get(path), b.record.weights.get(path)
+        if one is None or other is None:
+            found.append(WeightDifference(path, None, f"only in {'A' if other is None else 'B'}"))
+        elif list(one) != list(other):
+            found.append(WeightDifference(path, None, f"of shape {list(one)} and {list(other)}"))
         elif not _same_bytes(a, b, path):
             largest = _table_difference(a.weights(), b.weights(), path)
             if largest is not None:

@@ -170,12 +170,10 @@ def _copy_weights(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRe
 
 
 def _same_weights(one: TargetWeights, other: TargetWeights) -> bool:
-    if (one.bias is None) != (other.bias is None):
-        return False
-    tables = [(one.embed, other.embed), (one.head, other.head)]
-    if one.bias is not None and other.bias is not None:
-        tables.append((one.bias, other.bias))
-    return all(left.dtype == right.dtype and difference(left, right) is None for left, right in tables)
+    pairs = ((one.embed, other.embed), (one.head, other.head), (one.bias, other.bias))
+    there = [(left, right) for left, right in pairs if left is not None and right is not None]
+    same = all(left.dtype == right.dtype and difference(left, right) is None for left, right in there)
+    return same and (one.bias is None) == (other.bias is None)
 
 
 def _check_index(source: Cache, destination: LocalStorage, record: StoreRecord) -> None:
