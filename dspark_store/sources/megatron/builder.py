@@ -83,9 +83,7 @@ class PairBuilder:
 
         """
         values = self._checked(tokens)
-        self._check_mode(mode)
-        self._file().write(memoryview(values))
-        self._append(len(values), mode)
+        self._write(values, [len(values)], [mode])
 
     def end_document(self) -> None:
         """End the document that is being built. A document may have no sequence."""
@@ -115,11 +113,7 @@ class PairBuilder:
             raise ValueError(f"the lengths {list(lengths)} do not add up to the {len(values)} tokens of the document")
         if len(modes) != len(lengths):
             raise ValueError(f"{len(modes)} modes for {len(lengths)} sequences; expected one each")
-        for mode in modes:
-            self._check_mode(mode)
-        self._file().write(memoryview(values))
-        for length, mode in zip(lengths, modes, strict=True):
-            self._append(length, mode)
+        self._write(values, lengths, modes)
         self.end_document()
 
     def add_pair(self, path: str | PathLike[str]) -> None:
@@ -216,17 +210,17 @@ class PairBuilder:
             )
         return np.ascontiguousarray(values, self._dtype)
 
-    def _check_mode(self, mode: int) -> None:
+    def _write(self, values: NDArray[np.integer], lengths: Sequence[int], modes: Sequence[int]) -> None:
         limits = np.iinfo(MODE)
-        if mode != TEXT_MODE and self._modes is None:
-            raise ValueError(f"mode {mode} in a pair that keeps none; build it with multimodal=True")
-        if not limits.min <= mode <= limits.max:
-            raise ValueError(f"mode {mode}; expected {limits.min} to {limits.max}")
-
-    def _append(self, length: int, mode: int) -> None:
-        self._lengths.append(length)
+        for mode in modes:
+            if mode != TEXT_MODE and self._modes is None:
+                raise ValueError(f"mode {mode} in a pair that keeps none; build it with multimodal=True")
+            if not limits.min <= mode <= limits.max:
+                raise ValueError(f"mode {mode}; expected {limits.min} to {limits.max}")
+        self._file().write(memoryview(values))
+        self._lengths.extend(lengths)
         if self._modes is not None:
-            self._modes.append(mode)
+            self._modes.extend(modes)
 
     def _file(self) -> BinaryIO:
         if self._payload is None:
