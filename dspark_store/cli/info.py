@@ -18,7 +18,7 @@ from dspark_store.sources.identity import chat_rules
 from dspark_store.text import say_json, show, size_text, time_text
 
 _RUNS_SHOWN, _DIGEST_SHOWN = 8, 12
-_TOLD_OF_DATA = {
+_DATA_LABELS = {
     "train_split": "split",
     "shuffle_seed": "shuffle seed",
     "batch_size": "batch size",
@@ -223,7 +223,7 @@ def _data(manifest: Mapping[str, JsonValue]) -> str:
     source = manifest.get("source")
     options = dict(source) if isinstance(source, Mapping) else {}
     text = f"{manifest.get('train_data_path')} ({options.get('type', 'unknown source')})"
-    for name, label in _TOLD_OF_DATA.items():
+    for name, label in _DATA_LABELS.items():
         if manifest.get(name) is not None:
             text += f", {label} {manifest[name]}"
     rules = chat_rules(source)

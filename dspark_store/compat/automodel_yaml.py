@@ -31,25 +31,20 @@ from dspark_store.precompute.settings import settings
 from dspark_store.settings import convert_setting, flag, nearest
 
 _OUTPUT = "cache_output_dir"
+_SAME_NAMES = (
+    *("seq_length", "num_workers", "shuffle_seed", "mask_reasoning_content", "chat_template", "target_layer_ids"),
+    *("draft_num_hidden_layers", "target_num_hidden_layers", "target_attn_implementation", "target_force_hf"),
+    "trust_remote_code",
+)
 _SETTINGS_OF_RECIPE = {
     "target_model_name_or_path": "target_model",
     "train_data_path": "input_data",
     _OUTPUT: "output_dir",
-    "seq_length": "seq_length",
     "cache_dtype": "dtype",
     "cache_shard_size": "shard_size",
     "micro_batch_size": "batch_size",
-    "num_workers": "num_workers",
     "train_split": "split",
-    "shuffle_seed": "shuffle_seed",
-    "mask_reasoning_content": "mask_reasoning_content",
-    "chat_template": "chat_template",
-    "target_layer_ids": "target_layer_ids",
-    "draft_num_hidden_layers": "draft_num_hidden_layers",
-    "target_num_hidden_layers": "target_num_hidden_layers",
-    "target_attn_implementation": "target_attn_implementation",
-    "target_force_hf": "target_force_hf",
-    "trust_remote_code": "trust_remote_code",
+    **{name: name for name in _SAME_NAMES},
 }
 _SETTINGS_OF_AXES = {"tp_size": "tp_size", "pp_size": "pp_size", "ep_size": "ep_size"}
 _SETTINGS_OF_ENVIRONMENT = {"backend": "backend", "timeout_minutes": "timeout_minutes"}

@@ -137,6 +137,8 @@ TEXTS = {
     "no UTF-8": b'"\xff"',
     "twice": b'{"a": 1, "a": 2}',
 }
+PLACES = ("store_id", "manifest", "layout", "target_config")
+WRONG = [(name, field) for at, name in enumerate(TEXTS) for field in ("whole", PLACES[at % len(PLACES)])]
 
 
 def commands(store: Path, tmp_path: Path) -> list[list[str]]:
@@ -247,8 +249,7 @@ def test_no_command_walks_a_sample_past_the_length_of_a_row(length, tmp_path, ca
         assert code == 1 or words[0] in ("info", "repair"), words
 
 
-@pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("field", ["whole", "store_id", "manifest", "layout", "target_config"])
+@pytest.mark.parametrize(("name", "field"), WRONG)
 def test_text_that_no_writer_writes_is_a_damaged_store_and_the_copy_restores_it(name, field, tmp_path, capsys):
     store = build(tmp_path / "store")
     before = (store / ROOT_KEY).read_bytes()

@@ -76,8 +76,7 @@ def test_a_snapshot_is_repaired_and_its_blobs_stay(store, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("folder", ["ledger", "ledger/states", "index", "target/lm_head", *COLUMNS])
-@pytest.mark.parametrize("command", ["repair", "repair --dry-run"])
-def test_nothing_is_written_through_a_folder_that_is_a_link(folder, command, store, tmp_path, capsys):
+def test_nothing_is_written_through_a_folder_that_is_a_link(folder, store, tmp_path, capsys):
     outside = tmp_path / "outside"
     (store / folder).rename(outside)
     (store / folder).symlink_to(outside)
@@ -86,9 +85,9 @@ def test_nothing_is_written_through_a_folder_that_is_a_link(folder, command, sto
     (outside / "zarr.json").write_bytes(b"damaged")
     before = contents(outside)
     assert f"{folder} is a link to a folder: nothing is written through it" in told(capsys, 1, "verify", store)
-    (name, *options) = command.split()
-    assert f"{store / folder} is a link: nothing is written" in told(capsys, 2, name, store, *options)
-    assert contents(outside) == before
+    for options in (["--dry-run"], []):
+        assert f"{store / folder} is a link: nothing is written" in told(capsys, 2, "repair", store, *options)
+        assert contents(outside) == before
 
 
 def test_a_store_that_is_reached_through_a_link_is_repaired(store, tmp_path, capsys):
@@ -144,6 +143,7 @@ PLACES = (
     "input_ids/c.1.0",
     "target_hidden_states/c.1.0.0",
 )
+PAIRS = [([*ODD][(at + more) % len(ODD)], place) for at, place in enumerate(PLACES) for more in (0, 3)]
 
 
 @pytest.fixture
@@ -156,8 +156,7 @@ def watchdog() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("watchdog")
-@pytest.mark.parametrize("what", ODD)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("what", "place"), PAIRS)
 def test_what_is_no_regular_file_is_damage_that_every_command_tells_in_a_line(what, place, store, capsys):
     (store / place).unlink()
     ODD[what](store / place)
