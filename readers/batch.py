@@ -29,6 +29,7 @@ from dspark_store.readers.plan import (
 )
 from dspark_store.readers.tensors import state_view
 from dspark_store.readers.threads import ReadThreads
+from dspark_store.readers.verified import Verify, check_verify
 
 _READ_BYTES = 16 * 1024 * 1024
 
@@ -56,7 +57,7 @@ class BatchReader:
         foreign: Mapping[str, ForeignColumn],
         *,
         pad_token_id: int,
-        verify: bool,
+        verify: Verify,
         threads: int,
         open_objects: int,
     ) -> None:
@@ -67,7 +68,7 @@ class BatchReader:
         self._index = index
         self._foreign = foreign
         self._pad_token_id = pad_token_id
-        self._verify = verify
+        self._verify = check_verify(verify)
         if open_objects < 1:
             raise ValueError(f"open_objects must be >= 1, got {open_objects}")
         # a thread may hold one more object, which it just opened, or which was let go while it reads
@@ -150,7 +151,8 @@ class BatchReader:
         """Return what reads an object of a column into ``target``, (B, K, positions, ...)."""
         if column in self._foreign:
             return partial(self._fetch_foreign, column, target)
-        fetcher = Fetcher(self._grid(column), self._schema.chain(column), target, verify=self._verify)
+        chain, store_id = self._schema.chain(column), self._record.store_id
+        fetcher = Fetcher(self._grid(column), chain, target, store_id=store_id, verify=self._verify)
         return partial(self._fetch, column, fetcher)
 
     def _fetch(self, column: str, fetcher: Fetcher, read: ObjectRead) -> None:

@@ -26,6 +26,7 @@ from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import padded_spans
 from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import DEFAULT_THREADS
+from dspark_store.readers.verified import Verify
 from dspark_store.readers.weights import TargetWeights, read_weights
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def open_cache(
     *,
     allow_incomplete: bool = False,
     allow_reduced_depth: bool = False,
-    verify: bool = True,
+    verify: Verify = "first",
     threads: int = DEFAULT_THREADS,
     open_objects: int = DEFAULT_OPEN_OBJECTS,
 ) -> Cache:
@@ -48,7 +49,8 @@ def open_cache(
         allow_incomplete: admit a store that is still being written.
         allow_reduced_depth: admit a store of a target that was cut to its first layers, from which no draft of the
             whole target can be trained.
-        verify: check every chunk's checksum as it is read.
+        verify: when checksums are compared: "first", the first time that this process reads a chunk, or reads it after
+            its object has changed; True, at every read; False, never.
         threads: threads that read a batch.
         open_objects: files that are open at once, at most; one per thread where that is more.
 
@@ -104,7 +106,7 @@ class Cache:
         storage: Storage,
         *,
         allow_incomplete: bool = False,
-        verify: bool = True,
+        verify: Verify = "first",
         threads: int = DEFAULT_THREADS,
         open_objects: int = DEFAULT_OPEN_OBJECTS,
     ) -> None:
@@ -296,5 +298,5 @@ class Cache:
         return int(sample)
 
 
-def _reopen(storage: Storage, allow_incomplete: bool, verify: bool, threads: int, open_objects: int) -> Cache:
+def _reopen(storage: Storage, allow_incomplete: bool, verify: Verify, threads: int, open_objects: int) -> Cache:
     return Cache(storage, allow_incomplete=allow_incomplete, verify=verify, threads=threads, open_objects=open_objects)

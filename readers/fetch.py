@@ -15,6 +15,7 @@ from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Scratch, StoredObject
 from dspark_store.readers.plan import ByteRun, RowSpan, byte_runs
 from dspark_store.readers.threads import ForkSafeLock
+from dspark_store.readers.verified import Verify, verified_chunks
 
 DEFAULT_OPEN_OBJECTS = 256
 
@@ -73,14 +74,16 @@ class Fetcher:
     """Reads spans of objects of one column into a batch.
 
     ``target`` is the batch, (B, K, positions, ...) in the stored dtype and with any strides. With ``verify`` off,
-    checksums are not looked at.
+    checksums are not looked at; see `Verify`.
     """
 
-    def __init__(self, grid: ShardGrid, chain: CodecChain, target: np.ndarray, *, verify: bool) -> None:
+    def __init__(
+        self, grid: ShardGrid, chain: CodecChain, target: np.ndarray, *, store_id: str, verify: Verify
+    ) -> None:
         self._grid = grid
         self._chain = chain
         self._target = target
-        self._verify = verify
+        self._store_id, self._verify = store_id, verify
         self._plain = isinstance(chain.compressor, Plain)
         self._direct = target[0, 0].flags.c_contiguous if target.size else False
         self._chunk_shape = (grid.chunk_tokens, *target.shape[3:])
@@ -94,10 +97,16 @@ class Fetcher:
             runs = byte_runs(stored.tail.bounds, spans)
         except ValueError as error:
             raise DamagedStoreError(f"object {stored.key} {error}") from error
+        known = verified_chunks(self._store_id, stored) if self._verify else None
         for run in runs:
+            version = stored.reader.version()  # before the bytes: what changes between is another version next time
+            slots = [(span.row * self._grid.chunks_per_row + span.first, span.last - span.first) for span in run.spans]
+            check = known is not None and (
+                self._verify is True or not all(known.holds(version, *part) for part in slots)
+            )
             if not self._plain:
-                self._read_and_decode(stored, layer, run, scratch)
-            elif not self._verify:
+                self._read_and_decode(stored, layer, run, scratch, check=check)
+            elif not check:
                 for span in run.spans:
                     self._read_positions(stored, layer, span, scratch)
             elif self._direct:
@@ -106,20 +115,25 @@ class Fetcher:
             else:
                 for piece in (piece for span in run.spans for piece in self._pieces(layer, span, scratch)):
                     self._read_uncompressed(stored, [piece], scratch)
+            if check and known is not None:
+                for part in slots:
+                    known.add(version, *part)
         for span in spans:
             wanted = span.wanted
             end = wanted.place + wanted.stop - wanted.start
             if end < wanted.room:
                 self._target[wanted.batch, layer, end : wanted.room] = 0
 
-    def _read_and_decode(self, stored: StoredObject, layer: int, run: ByteRun, scratch: Scratch) -> None:
+    def _read_and_decode(
+        self, stored: StoredObject, layer: int, run: ByteRun, scratch: Scratch, *, check: bool
+    ) -> None:
         """Read some neighbouring chunks, decode them while they are in the processor's cache, then the next ones."""
         edges = [run.begin]
         for span in run.spans:
             edges += stored.tail.bounds[span.row, span.first + 1 : span.last + 1].tolist()
         pieces = (piece for span in run.spans for piece in self._pieces(layer, span, scratch))
         for piece, chunk in zip(pieces, stored.read_chunks(edges, scratch), strict=True):
-            crc = stored.tail.crcs.item(piece.row, piece.chunk) if self._verify else None
+            crc = stored.tail.crcs.item(piece.row, piece.chunk) if check else None
             try:
                 self._chain.decode(chunk, piece.into, crc=crc)
             except DamagedStoreError as error:

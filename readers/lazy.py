@@ -12,6 +12,7 @@ import torch
 from dspark_store.format.schema import COLUMNS, IDS, LAYERS, MASK
 from dspark_store.format.storage import Storage
 from dspark_store.readers.cache import Cache
+from dspark_store.readers.verified import Verify
 
 if TYPE_CHECKING:
     import dask.array as da
@@ -64,7 +65,7 @@ def _row_chunks(samples: int, shard_size: int, most: int) -> tuple[int, ...]:
 
 
 def _read_block(
-    *, storage: Storage, column: str, store_id: str, verify: bool, block_info: dict[Any, dict[str, Any]] | None = None
+    *, storage: Storage, column: str, store_id: str, verify: Verify, block_info: dict[Any, dict[str, Any]] | None = None
 ) -> np.ndarray:
     location = (block_info or {})[None]["array-location"]
     cache = _opened(storage, store_id, verify)
@@ -75,7 +76,7 @@ def _read_block(
 
 
 @lru_cache(maxsize=8)
-def _opened(storage: Storage, store_id: str, verify: bool) -> Cache:
+def _opened(storage: Storage, store_id: str, verify: Verify) -> Cache:
     """Open a store once a process."""
     cache = Cache(storage, allow_incomplete=True, verify=verify)
     if cache.record.store_id != store_id:

@@ -148,6 +148,15 @@ class StorageContract:
         assert reader.read(3, 0) == b""
         reader.close()
 
+    def test_an_object_that_was_replaced_has_another_version(self, storage: Storage) -> None:
+        storage.put("a", b"old")
+        reader = storage.open("a")
+        version = reader.version()
+        assert reader.version() == version
+        storage.put("a", b"new")
+        assert version is None or storage.open("a").version() != version
+        reader.close()
+
     def test_a_range_is_read_into_a_buffer(self, storage: Storage) -> None:
         storage.put("a", b"0123456789")
         reader, buffer = storage.open("a"), bytearray(4)

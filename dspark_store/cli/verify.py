@@ -74,7 +74,7 @@ def _recompute(
     from dspark_store.target.device import device_named
     from dspark_store.target.source import TargetSource
 
-    cache = Cache(storage, allow_incomplete=True)
+    cache = Cache(storage, allow_incomplete=True, verify=True)
     source = TargetSource(given.target_model, given.trust_remote_code)
     samples = draw_samples(cache, given.recompute, given.seed, found.hit)
     with start_progress("recompute", len(samples), "samples") as bar:

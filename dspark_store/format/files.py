@@ -131,6 +131,11 @@ class LocalObject:
             kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
             raise IrregularObjectError(f"object {key or path} is {kind}, not a regular file")
 
+    def version(self) -> tuple[int, int, int, int]:
+        """Return device, inode, size and time of change in nanoseconds."""
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
     def read(self, offset: int, length: int) -> bytes:
         """See `ObjectReader`."""
         parts: list[bytes] = []

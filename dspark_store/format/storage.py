@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Buffer, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,10 @@ class ObjectReader(Protocol):
     """One open object. Reads are positional, so threads may share it."""
 
     size: int
+
+    def version(self) -> Hashable:
+        """Return what is another value when the object has changed; None where that cannot be told."""
+        ...
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` bytes from ``offset``; fewer at the object's end."""

@@ -71,7 +71,7 @@ def naming_source(storage: Storage) -> Iterator[None]:
 @lru_cache(maxsize=4)
 def open_source(storage: LocalStorage, seal: str) -> Cache:
     """Open the source, once a process; ValueError when it is another than when the copying began."""
-    cache = Cache(storage)
+    cache = Cache(storage, verify=True)
     if read_seal(storage) != seal:
         raise ValueError(f"{storage} was changed while it was being copied; copy it again, to another destination")
     return cache

@@ -61,7 +61,7 @@ def rechunk(
     old, new = LocalStorage(Path(source).absolute()), LocalStorage(Path(destination).absolute())
     _refuse_overlap(old.root, new.root)
     with naming_source(old):
-        cache = Cache(old)
+        cache = Cache(old, verify=True)
         seal = read_seal(old)
     wanted = copy_record(cache.record, seal, settings)
     begun = begun_copy(new, wanted)

@@ -49,6 +49,9 @@ class Memory:
     def abort(self) -> None:
         self.aborted = True
 
+    def version(self) -> None:
+        return None
+
     def read(self, offset: int, length: int) -> bytes:
         return self.data[offset : offset + length]
 

@@ -41,6 +41,9 @@ class CountingObject:
             storage.open_now += 1
             storage.most_open = max(storage.most_open, storage.open_now)
 
+    def version(self) -> tuple[int, int, int, int]:
+        return self._reader.version()
+
     def read(self, offset: int, length: int) -> bytes:
         return self._reader.read(offset, length)
 
@@ -85,7 +88,7 @@ def six_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_two_of_six_layers_take_a_third_of_the_bytes(six_layers: BuiltStore) -> None:
     def read_bytes(layers: list[int]) -> int:
         storage = CountingStorage(six_layers.path)
-        Cache(storage).read(range(6), columns=[LAYERS], layers=layers)
+        Cache(storage, verify=True).read(range(6), columns=[LAYERS], layers=layers)
         return storage.nbytes
 
     assert read_bytes([4, 1]) <= 0.36 * read_bytes([0, 1, 2, 3, 4, 5])
@@ -94,7 +97,7 @@ def test_two_of_six_layers_take_a_third_of_the_bytes(six_layers: BuiltStore) -> 
 def test_a_slice_of_positions_reads_only_its_chunks(six_layers: BuiltStore) -> None:
     def read_bytes(positions: slice) -> int:
         storage = CountingStorage(six_layers.path)
-        Cache(storage).read([0], columns=[LAST], positions=positions)
+        Cache(storage, verify=True).read([0], columns=[LAST], positions=positions)
         return storage.nbytes
 
     assert read_bytes(slice(0, 16)) + read_bytes(slice(16, 64)) == read_bytes(slice(0, 64))
@@ -102,7 +105,7 @@ def test_a_slice_of_positions_reads_only_its_chunks(six_layers: BuiltStore) -> N
 
 def test_neighbours_are_read_at_once(six_layers: BuiltStore) -> None:
     storage = CountingStorage(six_layers.path)
-    Cache(storage).read(range(4), columns=[LAYERS], layers=[2], layout="stacked")
+    Cache(storage, verify=True).read(range(4), columns=[LAYERS], layers=[2], layout="stacked")
     assert storage.reads == 1
 
 
@@ -121,7 +124,7 @@ def test_objects_of_one_column_are_read_side_by_side(six_layers: BuiltStore, col
 def test_a_shared_object_is_read_once_for_both_its_columns(six_layers: BuiltStore) -> None:
     def read_bytes(columns: list[str], layers: list[int]) -> int:
         storage = CountingStorage(six_layers.path)
-        Cache(storage).read(range(6), columns=columns, layers=layers)
+        Cache(storage, verify=True).read(range(6), columns=columns, layers=layers)
         return storage.nbytes
 
     assert read_bytes([LAYERS, LAST], [0, 5]) == read_bytes([LAYERS], [0, 5])

@@ -32,6 +32,9 @@ class MemoryObject:
         self._data = data
         self.size = len(data)
 
+    def version(self) -> None:
+        """See `ObjectReader`."""
+
     def read(self, offset: int, length: int) -> bytes:
         """See `ObjectReader`."""
         return self._data[offset : offset + length]
