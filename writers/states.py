@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -178,10 +178,10 @@ class StateShardWriter:
                 self._pipeline.buffers.release(payload)
 
     def finish(self, on_object: Callable[[], None] = lambda: None) -> FinishedObjects:
-        """Wait for the encoders, then make all objects durable at a time, and visible one by one; not yet committed.
+        """Wait for the encoders, then make all objects durable, and visible once they are; not yet committed.
 
-        ``on_object`` is called when each is durable, since a slow disk may take long for one, and before each becomes
-        visible.
+        Syncs run side by side, of objects and of their folders. ``on_object`` is called when each object is durable,
+        since a slow disk may take long for one, and right before each becomes visible.
         """
         self._pipeline.flush()
         labels = [self._label(item, nonfinite) for item, nonfinite in zip(self._written, self._nonfinite, strict=True)]
@@ -191,9 +191,12 @@ class StateShardWriter:
             for item, record in zip(self._written, pool.map(ShardWriter.sync, writers, labels), strict=True):
                 records[item] = record
                 on_object()
-        for writer in writers:
-            on_object()
-            writer.publish()
+            published = list[Future[None]]()
+            for writer in writers:
+                on_object()
+                published.append(pool.submit(writer.publish))
+            for done in published:
+                done.result()
         stored = sum(record.nbytes for record in records.values())
         if self._shared is not None and self._last in records:
             self._storage.link(self._last.key(self._shard), self._shared.key(self._shard))
