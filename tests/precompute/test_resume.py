@@ -15,7 +15,7 @@ from dspark_store.format.schema import LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.capture import ShardCapture
+from dspark_store.precompute.capture import CaptureContext, ShardCapture
 from dspark_store.target.batches import PaddedTokens
 from dspark_store.writers.lock import LOCK_KEY, StoreLock
 from tests.precompute.jobs import (
@@ -130,6 +130,26 @@ def test_a_job_that_loses_its_lock_while_it_finishes_a_shard_does_not_commit_it(
     assert list((output / "ledger" / "states").glob("c.*")) == []
     assert len(list(output.glob("target_*/c.*"))) in objects
     precompute(llama, chats, output, "--resume")
+    assert contents(output) == contents(store)
+
+
+def test_an_interrupt_behind_which_a_shard_is_committed_loses_no_commit(store, job, tmp_path, monkeypatch, capsys):
+    forward, calls = CaptureContext.forward, []
+
+    def interrupted_forward(context, *batch):
+        calls.append(batch)
+        if len(calls) == 4:  # of the second shard the last
+            raise KeyboardInterrupt
+        return forward(context, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CaptureContext, "forward", interrupted_forward)
+        assert main(job()) == 130
+    assert capsys.readouterr().err.rstrip().endswith("interrupted: what is committed stays; go on with --resume")
+    output = tmp_path / "out" / "store"
+    assert ds.existing_shard_indices(output) == {0}
+    assert list(LocalStorage(output).temporaries()) == []
+    assert main(job("--resume")) == 0
     assert contents(output) == contents(store)
 
 
