@@ -9,6 +9,7 @@ from dspark_store import open_cache
 from tests.crash.orders import Strike
 from tests.crash.storm import KILLED, Storm, committed_states
 
+pytestmark = pytest.mark.timeout(3600)
 SEED, SHARDS_UNDER_WAY = 20, 2
 TIED = pytest.mark.parametrize("storm", [False, True], indirect=True, ids=["untied", "tied"])
 
