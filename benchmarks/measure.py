@@ -24,8 +24,8 @@ from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, LAYERS, MASK
-from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.plan import SampleSpan
+from dspark_store.readers.ranges import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.tensors import batch_shape, column_dtype
 
 BATCH, SPAN = 8, 128

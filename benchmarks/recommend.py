@@ -14,7 +14,7 @@ from benchmarks.measure import BATCH, Axes, Setting, Trial, requests
 from benchmarks.samples import Samples
 from benchmarks.tables import Cell, Column, Table
 from dspark_store.format.schema import StoreSchema
-from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
+from dspark_store.readers.ranges import DEFAULT_OPEN_OBJECTS
 
 TOLERANCE = 0.02
 """Rates closer than this share of the best are taken as equal: it is what measurements here can tell apart."""

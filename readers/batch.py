@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from dspark_store.format.objects import Expected, Scratch, StoredObject, open_ob
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import Place
 from dspark_store.format.storage import Storage
-from dspark_store.readers.fetch import Fetcher, ObjectName, ObjectPool
+from dspark_store.readers.fetch import Fetch, Fetcher
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import (
@@ -27,11 +28,14 @@ from dspark_store.readers.plan import (
     padded_spans,
     plan_spans,
 )
+from dspark_store.readers.ranges import Buffers, LocalRanges, ObjectName, Range
 from dspark_store.readers.tensors import state_view
-from dspark_store.readers.threads import ReadThreads
+from dspark_store.readers.threads import Pending, Workers
 from dspark_store.readers.verified import Verify, check_verify
 
-_READ_BYTES = 16 * 1024 * 1024
+_REQUEST_BYTES = 8 * 1024 * 1024
+
+type _Task = Callable[[Pending[Any]], None]
 
 
 class SpanReader(Protocol):
@@ -41,12 +45,23 @@ class SpanReader(Protocol):
         """Fill the batch's tensors, by column, with spans of samples in the layer ``slots``."""
         ...
 
+    def start[T](
+        self,
+        spans: Sequence[SampleSpan],
+        slots: Sequence[int],
+        batch: Mapping[str, torch.Tensor],
+        finish: Callable[[], T],
+    ) -> Pending[T]:
+        """Begin to fill the tensors; the result is what ``finish`` returns when they are full. This one fills them."""
+        self.read(spans, slots, batch)
+        return Pending.of(finish())
+
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
         ...
 
 
-class BatchReader:
+class BatchReader(SpanReader):
     """Fills tensors with spans of samples. Threads may share it."""
 
     def __init__(
@@ -59,6 +74,7 @@ class BatchReader:
         pad_token_id: int,
         verify: Verify,
         threads: int,
+        in_flight: int,
         open_objects: int,
     ) -> None:
         self._storage = storage
@@ -69,11 +85,9 @@ class BatchReader:
         self._foreign = foreign
         self._pad_token_id = pad_token_id
         self._verify = check_verify(verify)
-        if open_objects < 1:
-            raise ValueError(f"open_objects must be >= 1, got {open_objects}")
-        # a thread may hold one more object, which it just opened, or which was let go while it reads
-        self._objects = ObjectPool(max(1, open_objects - threads))
-        self._threads = ReadThreads(threads)
+        self._decoders = Workers(threads, "decode")
+        self._ranges = LocalRanges(self._open, in_flight, open_objects)
+        self._buffers = Buffers()
         self._scratch = Scratch()
 
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
@@ -82,6 +96,23 @@ class BatchReader:
         Where no span lands, ids are the pad token id and everything else is zero. DamagedStoreError and OSError name
         column, sample, shard and object; ValueError a sample that is not captured yet.
         """
+        pending = self.start(spans, slots, batch, lambda: None)
+        try:
+            pending.wait()
+        except BaseException:  # an interrupt: nobody writes into the tensors any more when this has been raised
+            pending.cancel()
+            pending.wait()
+            raise
+        pending.result()
+
+    def start[T](
+        self,
+        spans: Sequence[SampleSpan],
+        slots: Sequence[int],
+        batch: Mapping[str, torch.Tensor],
+        finish: Callable[[], T],
+    ) -> Pending[T]:
+        """Put the reads of a batch into the first stage; see `SpanReader` and `read`."""
         tokens = {name: values.numpy() for name, values in batch.items() if name in (IDS, MASK)}
         states = {
             name: state_view(name, values, self._schema) for name, values in batch.items() if name in (LAYERS, LAST)
@@ -90,35 +121,49 @@ class BatchReader:
             column: np.zeros((len(spans), 1, self._schema.seq_length), "<i4" if column == IDS else "u1")
             for column in tokens
         }
-        self._threads.run([*self._state_tasks(spans, slots, states), *self._token_tasks(spans, rows)])
-        for column, target in tokens.items():
-            target[...] = self._pad_token_id if column == IDS else 0
-            for span, row in zip(spans, rows[column][:, 0], strict=True):
-                target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
+
+        def place_tokens() -> T:
+            for column, target in tokens.items():
+                target[...] = self._pad_token_id if column == IDS else 0
+                for span, row in zip(spans, rows[column][:, 0], strict=True):
+                    target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
+            return finish()
+
+        pending = Pending(place_tokens)
+        error: BaseException | None = None
+        try:
+            for task in chain(self._state_reads(spans, slots, states), self._token_reads(spans, rows)):
+                pending.expect()
+                task(pending)
+        except BaseException as failed:  # noqa: BLE001 - raised where somebody waits for the batch
+            error = failed
+        pending.done(error)
+        return pending
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
-        self._threads.close()
-        self._objects.close()
+        self._ranges.close()
+        self._decoders.close()
+        self._buffers.close()
 
-    def _token_tasks(self, spans: Sequence[SampleSpan], rows: Mapping[str, np.ndarray]) -> Iterator[Callable[[], None]]:
-        """Yield a task an object. Whole rows are read, since each is one chunk: ``rows`` are (spans, 1, S)."""
+    def _token_reads(self, spans: Sequence[SampleSpan], rows: Mapping[str, np.ndarray]) -> Iterator[_Task]:
+        """Yield a task per request. Whole rows are read, since each is one chunk: ``rows`` are (spans, 1, S)."""
         if not rows:
             return
         samples = [span.sample for span in spans]
         whole = padded_spans(samples, self._index.length[samples].tolist(), 0, self._schema.seq_length)
-        plan = plan_spans(self._tokens, whole, _READ_BYTES // 4)
+        plan = plan_spans(self._tokens, whole, _REQUEST_BYTES // 4)
         for column, target in rows.items():
             fetch = self._fetching(column, target)
             for read in object_reads(plan, [0]):
                 yield partial(fetch, read)
 
-    def _state_tasks(
+    def _state_reads(
         self, spans: Sequence[SampleSpan], slots: Sequence[int], targets: Mapping[str, np.ndarray]
-    ) -> Iterator[Callable[[], None]]:
-        """Yield a task an object. What is both a layer and the last hidden states is read once, as the latter."""
+    ) -> Iterator[_Task]:
+        """Yield a task per request. What is both a layer and the last hidden states is read once, as the latter."""
         position_bytes = self._schema.hidden_size * self._schema.dtype.itemsize
-        plan = plan_spans(self._states, spans, _READ_BYTES // position_bytes) if targets else []
+        plan = plan_spans(self._states, spans, _REQUEST_BYTES // position_bytes) if targets else []
         both = targets.keys() >= {LAYERS, LAST} and not {LAYERS, LAST} & self._foreign.keys()
         for column, target in targets.items():
             for batch in set(range(len(target))) - {span.batch for span in spans if span.stop > span.start}:
@@ -128,47 +173,89 @@ class BatchReader:
                 if not both:
                     yield partial(fetch, read)
                 elif column == LAST:
-                    yield partial(self._fetch_both, fetch, read, slots, targets)
+                    copies = [at for at, slot in enumerate(slots) if self._index.is_shared(read.shard, slot)]
+                    after = partial(_copy_layers, read, copies, targets) if copies else None
+                    yield partial(fetch, read, after=after)
                 elif not self._index.is_shared(read.shard, read.slot):
                     yield partial(fetch, read)
 
-    def _fetch_both(
-        self,
-        fetch: Callable[[ObjectRead], None],
-        read: ObjectRead,
-        slots: Sequence[int],
-        targets: Mapping[str, np.ndarray],
-    ) -> None:
-        """Read last hidden states, and copy them to the captured layers that are the very same object."""
-        fetch(read)
-        for layer, slot in enumerate(slots):
-            if self._index.is_shared(read.shard, slot):
-                for wanted in (span.wanted for span in read.spans):
-                    place = slice(wanted.place, wanted.room)
-                    targets[LAYERS][wanted.batch, layer, place] = targets[LAST][wanted.batch, 0, place]
-
-    def _fetching(self, column: str, target: np.ndarray) -> Callable[[ObjectRead], None]:
-        """Return what reads an object of a column into ``target``, (B, K, positions, ...)."""
+    def _fetching(self, column: str, target: np.ndarray) -> Callable[..., None]:
+        """Return what has an object of a column read into ``target``, (B, K, positions, ...)."""
         if column in self._foreign:
-            return partial(self._fetch_foreign, column, target)
-        chain, store_id = self._schema.chain(column), self._record.store_id
-        fetcher = Fetcher(self._grid(column), chain, target, store_id=store_id, verify=self._verify)
-        return partial(self._fetch, column, fetcher)
+            return partial(self._start_foreign, column, target)
+        fetcher = Fetcher(
+            self._grid(column),
+            self._schema.chain(column),
+            target,
+            store_id=self._record.store_id,
+            verify=self._verify,
+            buffers=self._buffers,
+            scratch=self._scratch,
+        )
+        return partial(self._start_request, column, fetcher)
 
-    def _fetch(self, column: str, fetcher: Fetcher, read: ObjectRead) -> None:
+    def _start_request(
+        self,
+        column: str,
+        fetcher: Fetcher,
+        read: ObjectRead,
+        pending: Pending[object],
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self._ranges.submit(_Request(self, column, fetcher, read, pending, after))
+
+    def _start_foreign(self, column: str, target: np.ndarray, read: ObjectRead, pending: Pending[object]) -> None:
+        def run() -> None:
+            try:
+                if not pending.stopped:
+                    self._fetch_foreign(column, target, read)
+            except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the batch
+                pending.done(error)
+            else:
+                pending.done()
+
+        self._decoders.put(run)
+
+    def _arrived(self, request: _Request, error: BaseException | None) -> None:
+        """Pass a request on to the second stage."""
+        if error is None and request.fetch.is_placed and request.after is None:
+            self._over(request, None)
+        else:
+            self._decoders.put(lambda: self._decode(request, error))
+
+    def _decode(self, request: _Request, error: BaseException | None) -> None:
         try:
-            stored = self._objects.get((column, read.shard, read.slot), self._open)
-        except (DamagedStoreError, OSError) as error:
-            raise self._located(error, column, read, read.spans) from error
-        try:
-            fetcher.fetch(stored, read.layer, read.spans, self._scratch)
-        except (DamagedStoreError, OSError) as error:
-            for span in read.spans:  # once more, one by one, to name the sample that is hit
-                try:
-                    fetcher.fetch(stored, read.layer, (span,), self._scratch)
-                except (DamagedStoreError, OSError) as again:
-                    raise self._located(again, column, read, [span]) from again
-            raise self._located(error, column, read, read.spans) from error
+            if not request.pending.stopped:
+                if error is not None:
+                    raise error
+                request.fetch.decode()
+                if request.after is not None:
+                    request.after()
+            error = None
+        except (DamagedStoreError, OSError) as failed:
+            error = self._named(request, failed)
+        except BaseException as failed:  # noqa: BLE001 - raised where somebody waits for the batch
+            error = failed
+        self._over(request, error)
+
+    def _over(self, request: _Request, error: BaseException | None) -> None:
+        request.fetch.release()
+        self._ranges.release(request.nbytes)
+        request.pending.done(error)
+
+    def _named(self, request: _Request, error: DamagedStoreError | OSError) -> BaseException:
+        """Return an error that names the sample that is hit: of several, each is read once more by itself."""
+        for span in request.read.spans if len(request.read.spans) > 1 else ():
+            one = request.read._replace(spans=(span,))
+            again = _Request(self, request.column, request.fetcher, one, request.pending, None)
+            try:
+                self._ranges.fetch_now(again)
+                again.fetch.decode()
+            except (DamagedStoreError, OSError) as found:
+                return _caused(self._located(found, request.column, one, [span]), found)
+            finally:
+                again.fetch.release()
+        return _caused(self._located(error, request.column, request.read, request.read.spans), error)
 
     def _fetch_foreign(self, column: str, target: np.ndarray, read: ObjectRead) -> None:
         for span in read.spans:
@@ -211,3 +298,43 @@ class BatchReader:
         record = self._index.object_record(shard, position)
         expected = Expected(self._record.store_id, Place(column, slot, layer, shard), record)
         return open_object(self._storage, object_key(column, shard, slot), self._grid(column), expected)
+
+
+class _Request:
+    """A `RangeRequest` of a batch: its way through the two stages."""
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        column: str,
+        fetcher: Fetcher,
+        read: ObjectRead,
+        pending: Pending[object],
+        after: Callable[[], None] | None,
+    ) -> None:
+        self._reader, self.column, self.fetcher, self.read = reader, column, fetcher, read
+        self.pending, self.after = pending, after
+        self.fetch = Fetch(fetcher, read)
+        self.name: ObjectName = (column, read.shard, read.slot)
+        self.nbytes = self.fetch.nbytes
+
+    def ranges(self, stored: StoredObject) -> Sequence[Range]:
+        """See `RangeRequest`; nothing is read for a batch that failed or is not wanted any more."""
+        return () if self.pending.stopped else self.fetch.ranges(stored)
+
+    def arrived(self, error: BaseException | None) -> None:
+        """See `RangeRequest`."""
+        self._reader._arrived(self, error)
+
+
+def _copy_layers(read: ObjectRead, layers: Sequence[int], targets: Mapping[str, np.ndarray]) -> None:
+    """Copy last hidden states to the captured layers that are the very same object."""
+    for layer in layers:
+        for wanted in (span.wanted for span in read.spans):
+            place = slice(wanted.place, wanted.room)
+            targets[LAYERS][wanted.batch, layer, place] = targets[LAST][wanted.batch, 0, place]
+
+
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error

@@ -20,10 +20,10 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.batch import BatchReader, SpanReader
-from dspark_store.readers.fetch import DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import padded_spans
+from dspark_store.readers.ranges import DEFAULT_IN_FLIGHT, DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import DEFAULT_THREADS
 from dspark_store.readers.verified import Verify
@@ -40,6 +40,7 @@ def open_cache(
     allow_reduced_depth: bool = False,
     verify: Verify = "first",
     threads: int = DEFAULT_THREADS,
+    in_flight: int | None = None,
     open_objects: int = DEFAULT_OPEN_OBJECTS,
 ) -> Cache:
     """Open a store for reading; cheap, whatever its size.
@@ -51,8 +52,9 @@ def open_cache(
             whole target can be trained.
         verify: when checksums are compared: "first", the first time that this process reads a chunk, or reads it after
             its object has changed; True, at every read; False, never.
-        threads: threads that read a batch.
-        open_objects: files that are open at once, at most; one per thread where that is more.
+        threads: threads that decode.
+        in_flight: requests to the storage at a time, of several batches; None for 16, or ``threads`` where more.
+        open_objects: files that are open at once, at most; one per request in flight where that is more.
 
     Returns:
         The store; its samples are read when they are asked for.
@@ -67,6 +69,7 @@ def open_cache(
         allow_incomplete=allow_incomplete,
         verify=verify,
         threads=threads,
+        in_flight=in_flight,
         open_objects=open_objects,
     )
     if not allow_reduced_depth:
@@ -108,6 +111,7 @@ class Cache:
         allow_incomplete: bool = False,
         verify: Verify = "first",
         threads: int = DEFAULT_THREADS,
+        in_flight: int | None = None,
         open_objects: int = DEFAULT_OPEN_OBJECTS,
     ) -> None:
         self.storage = storage
@@ -124,7 +128,7 @@ class Cache:
             for column in COLUMNS
             if metadata.nodes[column] != expected[column]
         }
-        self._threads, self._open_objects = threads, open_objects
+        self._limits = threads, in_flight, open_objects
         self.reader: SpanReader = BatchReader(
             storage,
             self.record,
@@ -133,11 +137,12 @@ class Cache:
             pad_token_id=self.pad_token_id,
             verify=verify,
             threads=threads,
+            in_flight=max(DEFAULT_IN_FLIGHT, threads) if in_flight is None else in_flight,
             open_objects=open_objects,
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.storage, self._allow_incomplete, self.verify, self._threads, self._open_objects)
+        return _reopen, (self.storage, self._allow_incomplete, self.verify, self._limits)
 
     def __repr__(self) -> str:
         return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
@@ -298,5 +303,13 @@ class Cache:
         return int(sample)
 
 
-def _reopen(storage: Storage, allow_incomplete: bool, verify: Verify, threads: int, open_objects: int) -> Cache:
-    return Cache(storage, allow_incomplete=allow_incomplete, verify=verify, threads=threads, open_objects=open_objects)
+def _reopen(storage: Storage, allow_incomplete: bool, verify: Verify, limits: tuple[int, int | None, int]) -> Cache:
+    threads, in_flight, open_objects = limits
+    return Cache(
+        storage,
+        allow_incomplete=allow_incomplete,
+        verify=verify,
+        threads=threads,
+        in_flight=in_flight,
+        open_objects=open_objects,
+    )

@@ -20,7 +20,7 @@ from dspark_store.readers.epoch import BatchRequest, Epoch, EpochPlanner, Packed
 from dspark_store.readers.order import EndRule, LoaderState
 from dspark_store.readers.packing import LongPolicy
 from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout, chosen_columns, chosen_slots, chosen_span
-from dspark_store.readers.threads import Ahead, Prefetcher
+from dspark_store.readers.threads import Ahead, Pending, Prefetcher
 
 type Batch = dict[str, torch.Tensor]
 
@@ -259,7 +259,7 @@ class CacheLoader(IterableDataset[Batch]):
         for step in range(first, epoch.batches.steps):
             request = epoch.request(step, self.dp_rank)
             nbytes = self._memory.nbytes(request.rows, request.length)
-            yield Ahead(nbytes, lambda request=request: self._read(request))  # type: ignore[misc]
+            yield Ahead(nbytes, lambda request=request: self._start(request))  # type: ignore[misc]
 
     def _plan(self) -> Epoch:
         """Return the current epoch's batches, planned once."""
@@ -280,11 +280,10 @@ class CacheLoader(IterableDataset[Batch]):
             )
         return epoch
 
-    def _read(self, request: BatchRequest) -> Batch:
+    def _start(self, request: BatchRequest) -> Pending[Batch]:
         batch = self._memory.lease(request.rows, request.length)
-        self.cache.reader.read(request.spans, self._slots, batch)
-        batch |= {name: torch.from_numpy(values) for name, values in request.fields.items()}
-        return self._copy(batch)
+        fields = {name: torch.from_numpy(values) for name, values in request.fields.items()}
+        return self.cache.reader.start(request.spans, self._slots, batch, lambda: self._copy(batch | fields))
 
 
 def resolve_ranks(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -69,30 +69,45 @@ def padded_spans(samples: Sequence[int], lengths: Sequence[int], start: int, sto
 
 
 def plan_spans(grid: ShardGrid, spans: Sequence[SampleSpan], max_tokens: int) -> list[tuple[int, tuple[RowSpan, ...]]]:
-    """Return (shard, spans) for groups of spans that are read together; empty ones are left out.
+    """Return (shard, spans) for groups of spans that are read by one request; empty ones are left out.
 
-    Spans of one shard come together, at most ``max_tokens`` positions (and at least one span) at once, so that reads
-    can run side by side. The plan holds for every column and layer of the grid.
+    Spans of neighbouring rows come together, in the rows' order, as far as ``max_tokens`` positions; a longer span is
+    cut between chunks. The plan holds for every column and layer of the grid.
     """
     shard_size, step = grid.shard_size, grid.chunk_tokens
+    most = max(step, max_tokens // step * step)
     by_shard: dict[int, list[RowSpan]] = {}
     for span in spans:
         if span.stop > span.start:
             shard, row = divmod(span.sample, shard_size)
-            placed = RowSpan(row, span.start // step, -(-span.stop // step), span)
-            by_shard.setdefault(shard, []).append(placed)
+            members = by_shard.setdefault(shard, [])
+            if span.stop - span.start <= most:  # as nearly always
+                members.append(RowSpan(row, span.start // step, -(-span.stop // step), span))
+            else:
+                members += [RowSpan(row, part.start // step, -(-part.stop // step), part) for part in _cut(span, most)]
     return [(shard, group) for shard, members in by_shard.items() for group in _groups(members, max_tokens)]
 
 
-def _groups(members: Sequence[RowSpan], max_tokens: int) -> Iterator[tuple[RowSpan, ...]]:
+def _cut(span: SampleSpan, most: int) -> Iterator[SampleSpan]:
+    """Yield a span in parts that end at multiples of ``most``; what follows the span goes with the last one."""
+    start = span.start
+    while start < span.stop:
+        stop = min(span.stop, (start // most + 1) * most)
+        place = span.place + start - span.start
+        room = span.room if stop == span.stop else place + stop - start
+        yield span._replace(start=start, stop=stop, place=place, room=room)
+        start = stop
+
+
+def _groups(members: list[RowSpan], max_tokens: int) -> Iterator[tuple[RowSpan, ...]]:
     if len(members) == 1:  # as nearly always, in a shuffled batch
         yield tuple(members)
         return
     group: list[RowSpan] = []
     tokens = 0
-    for member in members:
+    for member in sorted(members, key=itemgetter(0, 1)):
         count = member.wanted.stop - member.wanted.start
-        if group and tokens + count > max_tokens:
+        if group and (tokens + count > max_tokens or member.row > group[-1].row + 1):
             yield tuple(group)
             group, tokens = [], 0
         group.append(member)
@@ -105,15 +120,16 @@ def object_reads(plan: Sequence[tuple[int, tuple[RowSpan, ...]]], slots: Sequenc
     return [ObjectRead(slot, layer, shard, spans) for shard, spans in plan for layer, slot in enumerate(slots)]
 
 
-def byte_runs(bounds: np.ndarray, spans: tuple[RowSpan, ...]) -> list[ByteRun]:
-    """Return the byte ranges of the spans' whole chunks, in the order of the object, neighbours merged.
+def byte_runs(bounds: np.ndarray, spans: tuple[RowSpan, ...], gap: int = 0) -> list[ByteRun]:
+    """Return the byte ranges of the spans' whole chunks, in the order of the object.
 
-    ``bounds`` are the object's `ObjectTail.bounds`. ValueError naming a chunk that is absent.
+    Those are merged that ``gap`` bytes at most lie between. ``bounds`` are the object's `ObjectTail.bounds`. ValueError
+    naming a chunk that is absent.
     """
     if len(spans) == 1:  # as nearly always, in a shuffled batch
         return [_range_of(bounds, spans[0], spans)]
     ranges = sorted((_range_of(bounds, span, (span,)) for span in spans), key=itemgetter(0))
-    starts = [at for at, run in enumerate(ranges) if at == 0 or run.begin != ranges[at - 1].end]
+    starts = [at for at, run in enumerate(ranges) if at == 0 or not 0 <= run.begin - ranges[at - 1].end <= gap]
     return [
         ByteRun(ranges[start].begin, ranges[stop - 1].end, tuple(run.spans[0] for run in ranges[start:stop]))
         for start, stop in pairwise([*starts, len(ranges)])

@@ -1,4 +1,4 @@
-"""The threads that read: a pool for the objects of a batch, one that works ahead, and a lock that a fork may break."""
+"""The threads that read: those of a stage, one that begins batches ahead, and a lock that a fork may break."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, cast
 
 
 class ForkSafeLock:
@@ -51,70 +51,155 @@ os.register_at_fork(after_in_child=_renew_all)
 DEFAULT_THREADS = 8
 
 
-class ReadThreads:
-    """Runs reads side by side. Threads start with the first batch, and anew in a forked process."""
+class Workers:
+    """Runs tasks, which do not raise, in at most ``count`` threads, begun in the order in which they are put.
 
-    def __init__(self, count: int) -> None:
+    Threads start with the first tasks, and anew in a forked process.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
         if count < 1:
             raise ValueError(f"threads must be >= 1, got {count}")
-        self.count = count
+        self._count, self._name = count, name
         self._lock = ForkSafeLock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._renew()
+
+    def _renew(self) -> None:
         self._process = os.getpid()
+        self._tasks = deque[Callable[[], object]]()
+        self._pool: ThreadPoolExecutor | None = None
+        self._running = 0
 
-    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run the tasks and wait for all of them, then raise the first error, if any."""
-        if len(tasks) < 2:
-            for task in tasks:
-                task()
-            return
-        left, errors = iter(tasks), list[BaseException]()
-
-        def work() -> None:
-            for task in left:  # every thread takes the next one: handing each over by itself takes 25 us
-                try:
-                    task()
-                except BaseException as error:  # noqa: BLE001 - raised below, where somebody waits
-                    errors.append(error)
-
+    def put(self, task: Callable[[], object]) -> None:
+        """Have a task run."""
         with self._lock:
-            if self._pool is None or self._process != os.getpid():
-                self._pool, self._process = ThreadPoolExecutor(self.count, "read"), os.getpid()
-            futures = [self._pool.submit(work) for _ in range(min(self.count, len(tasks)))]
-        wait(futures)
+            if self._process != os.getpid():
+                self._renew()
+            self._tasks.append(task)
+            started = self._running >= self._count or self._start()
+        if not started:
+            self._work(None)
+
+    def _start(self) -> bool:
+        """Start a thread; return False when the interpreter is ending and has none: the caller works then."""
+        self._running += 1
         try:
-            if errors:
-                raise errors[0]
-        finally:
-            errors.clear()  # an error holds this frame, and through it the batch
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._count, self._name)
+            self._pool.submit(self._work, self._pool)
+        except RuntimeError:
+            self._pool = None
+            return False
+        return True
+
+    def _work(self, pool: ThreadPoolExecutor | None) -> None:
+        """Take tasks until there is none, or until the pool was closed: handing over each by itself takes 25 us."""
+        while True:
+            with self._lock:
+                if pool is not self._pool:
+                    return
+                if not self._tasks:
+                    self._running -= 1
+                    return
+                task = self._tasks.popleft()
+            task()
+            del task  # it may hold a batch
 
     def close(self) -> None:
-        """End the threads, once they have done what they were given; the next batch would start them again."""
+        """End the threads, each after the task that it is at; tasks that are left go on in new ones."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None and self._process == os.getpid():
+            if self._process != os.getpid():
+                self._renew()
+            pool, self._pool, self._running = self._pool, None, 0
+            started = all(self._start() for _ in range(min(self._count, len(self._tasks))))
+        if not started:
+            self._work(None)
+        if pool is not None:
             pool.shutdown()
+
+
+class Pending[T]:
+    """A result that tasks are at. It is there when each task that was `expect`-ed is `done`, made by ``finish``."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._left = 1  # the one who starts the tasks
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._result: T | None = None
+        self.stopped = False
+        """Whether an error came, or nobody wants the result: what has not begun need not."""
+
+    @classmethod
+    def of(cls, result: T) -> Self:
+        """Return a result that is there."""
+        pending = cls(lambda: result)
+        pending.done()
+        return pending
+
+    def expect(self) -> None:
+        """Take note of one task more."""
+        with self._lock:
+            self._left += 1
+
+    def done(self, error: BaseException | None = None) -> None:
+        """Take note that a task is over; of several errors, the first one counts."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+            if error is not None:
+                self._error = self._error or error
+                self.stopped = True
+        if last:
+            finish, self._finish = self._finish, None
+            try:
+                if finish is not None and not self.stopped:
+                    self._result = finish()
+            except BaseException as failed:  # noqa: BLE001 - raised by `result`
+                self._error = failed
+            self._over.set()
+
+    def cancel(self) -> None:
+        """Leave out what has not begun."""
+        self.stopped = True
+
+    def wait(self) -> None:
+        """Wait until no task is at it."""
+        self._over.wait()
+
+    def result(self) -> T:
+        """Wait for the result and return it, once, or raise the first error."""
+        self._over.wait()
+        error, result, self._error, self._result = self._error, self._result, None, None
+        try:
+            if error is not None:
+                raise error
+            return cast(T, result)
+        finally:
+            del error  # it holds this frame, and through it the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead[T]:
-    """One item to produce: what it takes in memory, and how it is made."""
+    """One item to produce: what it takes in memory, and what begins it."""
 
     nbytes: int
-    make: Callable[[], T]
+    start: Callable[[], Pending[T]]
 
 
 class Prefetcher[T]:
-    """Makes items in one thread, in order, ahead of its consumer.
+    """Begins items in one thread, in order, ahead of its consumer, which waits for each in turn.
 
-    Items made and not yet taken take at most ``limit_bytes``; one item is always allowed. An exception of the producer
+    Items begun and not yet taken take at most ``limit_bytes``; one item is always allowed. An exception of the producer
     is raised to the consumer in the place of the item that failed, with its own traceback. After `close`, or the last
     item, no thread is left; the end of the interpreter closes too.
     """
 
     def __init__(self, work: Iterable[Ahead[T]], limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._ready: deque[tuple[int, T]] = deque()
+        self._ready: deque[tuple[int, Pending[T]]] = deque()
+        self._current: Pending[T] | None = None
         self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -131,16 +216,22 @@ class Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
+        nbytes = 0
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._finished)
                 if self._ready and not self._closed:
-                    nbytes, item = self._ready.popleft()
+                    nbytes, self._current = self._ready.popleft()
+            if (item := self._current) is not None:
+                made = item.result()
+                with self._changed:
+                    self._current = None
                     self._bytes -= nbytes
                     self._changed.notify_all()
-                    return item
+                if not item.stopped:
+                    return made
         except BaseException:
-            self.close()  # Ctrl-C while waiting
+            self.close()  # an item that failed, or Ctrl-C while waiting
             raise
         error, self._error = self._error, None
         self.close()
@@ -159,7 +250,13 @@ class Prefetcher[T]:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        begun = [*([self._current] if self._current is not None else []), *(item for _, item in self._ready)]
+        for item in begun:
+            item.cancel()
+        for item in begun:
+            item.wait()
         self._ready.clear()
+        self._current = None
         self._stopped = True
         atexit.unregister(self.close)
 
@@ -168,7 +265,7 @@ class Prefetcher[T]:
             for ahead in work:
                 if not self._wait_for_room(ahead.nbytes):
                     return
-                item = ahead.make()
+                item = ahead.start()
                 with self._changed:
                     self._ready.append((ahead.nbytes, item))
                     self._changed.notify_all()

@@ -26,6 +26,7 @@ from dspark_store.precompute.job import Job, check_identity, plan_job
 from dspark_store.precompute.job_target import describe_target
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
+from dspark_store.readers.batch import SpanReader
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
 from dspark_store.readers.weights import TargetWeights
@@ -79,7 +80,7 @@ class LiveCache(Cache):
         return TargetWeights(cast(torch.Tensor, kept[0]), cast(torch.Tensor, kept[1]), kept[2])
 
 
-class LiveReader:
+class LiveReader(SpanReader):
     """Fills batches: tokens by the store's own reader, states by running the target."""
 
     def __init__(self, cache: Cache, target: LiveTarget) -> None:

@@ -50,8 +50,9 @@ class CountedStorage(LocalStorage):
 
 def bytes_read(path: Path, **request) -> int:
     storage = CountedStorage(path)
-    cache = Cache(storage, threads=1)
-    cache.read(range(len(cache)), **request)
+    cache = Cache(storage, threads=1, verify=True)
+    for row in range(len(cache)):
+        cache.read([row], **request)
     return storage.count
 
 

@@ -186,7 +186,7 @@ def test_a_tensor_for_no_column_is_refused(cache: Cache) -> None:
 def test_a_pickled_cache_is_the_same_cache(cache: Cache) -> None:
     copy = pickle.loads(pickle.dumps(cache))
     assert all(torch.equal(copy[4][name], values) for name, values in cache[4].items())
-    assert copy.verify is cache.verify
+    assert copy.verify == cache.verify
 
 
 def test_threads_share_a_cache(built: BuiltStore) -> None:

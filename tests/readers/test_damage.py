@@ -17,7 +17,7 @@ from dspark_store.format.objects import Expected, StoredObject, open_object
 from dspark_store.format.schema import IDS, LAST, object_key
 from dspark_store.format.shard import Place, read_tail
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.fetch import ObjectName, ObjectPool
+from dspark_store.readers.ranges import ObjectName, ObjectPool
 from tests.stores import BuiltStore, build_store, flip, padded, same_bits
 
 LAYER_OBJECT = "target_hidden_states/c.1.0.1"

@@ -23,7 +23,7 @@ from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, LAST, LAYERS
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage, ObjectReader
-from dspark_store.readers.threads import ForkSafeLock, ReadThreads
+from dspark_store.readers.threads import ForkSafeLock, Pending, Workers
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
 
 FORKED = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
@@ -153,7 +153,7 @@ def test_layers_are_the_same_with_and_without_the_last_states(six_layers, rows, 
 @pytest.mark.parametrize("open_objects", [1, 9, 12])
 def test_open_objects_stay_under_their_bound(six_layers: BuiltStore, open_objects: int) -> None:
     storage, threads = CountingStorage(six_layers.path), 4
-    cache = Cache(storage, threads=threads, open_objects=open_objects)
+    cache = Cache(storage, threads=threads, in_flight=threads, open_objects=open_objects)
     for _ in range(10):
         cache.read([5, 0, 3, 2])
     assert storage.most_open <= max(open_objects, threads + 1)
@@ -246,25 +246,37 @@ def test_a_forked_process_reads_what_its_parent_reads(six_layers: BuiltStore) ->
 
 
 def test_threads_end_when_they_are_closed_and_start_again() -> None:
-    threads, used = ReadThreads(3), set[threading.Thread]()
+    workers, used = Workers(3, "test"), set[threading.Thread]()
     for _ in range(2):
         used.clear()
-        threads.run([lambda: used.add(threading.current_thread())] * 6)
-        assert used
+        ran = threading.Semaphore(0)
+
+        def note(ran: threading.Semaphore = ran) -> None:
+            used.add(threading.current_thread())
+            ran.release()
+
+        for _ in range(6):
+            workers.put(note)
+        for _ in range(6):
+            ran.acquire()
         assert threading.main_thread() not in used
-        threads.close()
+        workers.close()
         assert not any(thread.is_alive() for thread in used)
 
 
-def test_all_reads_end_before_the_first_error_is_raised() -> None:
-    ended = []
-
-    def fail() -> None:
-        raise OSError("first")
-
+def test_a_result_is_there_when_all_tasks_are_over_and_then_the_first_error_is_raised() -> None:
+    pending = Pending(lambda: "made")
+    pending.expect()
+    pending.expect()
+    pending.done()
+    pending.done(OSError("first"))
+    waiting = threading.Thread(target=pending.wait)
+    waiting.start()
+    assert waiting.is_alive()
+    pending.done(OSError("second"))
+    waiting.join()
     with pytest.raises(OSError, match="first"):
-        ReadThreads(2).run([fail, *[lambda: ended.append(1)] * 20, fail])
-    assert len(ended) == 20
+        pending.result()
 
 
 def test_an_error_that_was_handled_leaves_nothing_behind() -> None:
@@ -273,32 +285,44 @@ def test_an_error_that_was_handled_leaves_nothing_behind() -> None:
 
     batch = Batch()
     gone = weakref.ref(batch)
-
-    def fail(held: Batch) -> None:
-        raise OSError(str(held))
-
+    pending = Pending(partial(str, batch))
     gc.disable()
     try:
         with pytest.raises(OSError, match="Batch"):
-            ReadThreads(2).run([partial(fail, batch)] * 3)
+            fail_with(batch, pending)
         del batch
         assert gone() is None
     finally:
         gc.enable()
 
 
-def test_closing_does_not_break_a_batch_of_another_thread() -> None:
-    threads, stop = ReadThreads(2), threading.Event()
+def fail_with(held: object, pending: Pending[str]) -> None:
+    workers = Workers(1, "test")
+
+    def fail() -> None:
+        try:
+            raise OSError(str(held))
+        except OSError as error:
+            pending.done(error)
+
+    workers.put(fail)
+    workers.close()
+    pending.result()
+
+
+def test_closing_does_not_lose_a_task_of_another_thread() -> None:
+    workers, stop, ran = Workers(2, "test"), threading.Event(), threading.Semaphore(0)
 
     def close_again_and_again() -> None:
         while not stop.is_set():
-            threads.close()
+            workers.close()
 
     closer = threading.Thread(target=close_again_and_again)
     closer.start()
-    done: list[int] = []
-    for _ in range(200):
-        threads.run([lambda: done.append(1)] * 4)
+    for _ in range(800):
+        workers.put(ran.release)
+    for _ in range(800):
+        ran.acquire()
     stop.set()
     closer.join()
-    assert len(done) == 800
+    workers.close()

@@ -18,7 +18,7 @@ from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.files import LocalObject
 from dspark_store.format.schema import LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.fetch import Fetcher
+from dspark_store.readers.fetch import Fetch
 from dspark_store.readers.tensors import BatchMemory
 from tests.stores import BuiltStore, build_store, flip
 
@@ -128,15 +128,15 @@ def test_after_a_repair_the_loader_goes_on_with_the_batch_that_failed(store: Bui
 def test_an_error_in_a_reading_thread_reaches_the_consumer(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
-    def failing(self: Fetcher, stored: object, layer: int, spans: object, scratch: object) -> None:
+    def failing(self: Fetch) -> None:
         names.append(threading.current_thread().name)
         raise RuntimeError("the decoder broke")
 
-    monkeypatch.setattr(Fetcher, "fetch", failing)
+    monkeypatch.setattr(Fetch, "decode", failing)
     with pytest.raises(RuntimeError, match="the decoder broke") as caught:
         next(iter(loader_of(cache)))
     assert "failing" in [entry.name for entry in caught.traceback]
-    assert any(name.startswith("read_") for name in names)
+    assert any(name.startswith("decode_") for name in names)
     assert not prefetching()
 
 

@@ -59,8 +59,23 @@ def slots_of(grid: ShardGrid, span: RowSpan) -> range:
 def test_every_wanted_span_is_read_once_in_every_layer(drawn, slots, max_tokens) -> None:
     grid, spans = drawn
     reads = object_reads(plan_spans(grid, spans, max_tokens), slots)
-    seen = Counter((read.layer, span.wanted) for read in reads for span in read.spans)
-    assert seen == Counter((layer, span) for layer in range(len(slots)) for span in spans if span.stop > span.start)
+
+    def positions(layer: int, span: SampleSpan) -> list[tuple[int, ...]]:
+        wanted = range(span.stop - span.start)
+        return [(layer, span.sample, span.start + at, span.batch, span.place + at) for at in wanted]
+
+    parts = [(read.layer, span.wanted) for read in reads for span in read.spans]
+    seen = Counter(position for part in parts for position in positions(*part))
+    assert seen == Counter(
+        position for layer in range(len(slots)) for span in spans for position in positions(layer, span)
+    )
+    filled = Counter(
+        (part.batch, at) for _, part in parts for at in range(part.place + part.stop - part.start, part.room)
+    )
+    kept = [span for span in spans if span.stop > span.start]
+    assert filled == Counter(
+        (span.batch, at) for _ in slots for span in kept for at in range(span.place + span.stop - span.start, span.room)
+    )
     for read in reads:
         assert read.slot == slots[read.layer]
         assert {span.wanted.sample // grid.shard_size for span in read.spans} == {read.shard}
@@ -107,8 +122,17 @@ def test_a_whole_shard_is_one_range_whatever_order_it_was_captured_in(grid, rand
 def test_neighbours_are_merged_and_others_are_not() -> None:
     grid = ShardGrid(10, 10, 4, 4)
     bounds = chunk_bounds(*full_tail(grid, range(10)), 1)
-    ((_, group),) = plan_spans(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), EVERYTHING)
-    assert [[span.row for span in run.spans] for run in byte_runs(bounds, group)] == [[2, 3], [5], [7, 8]]
+    plan = plan_spans(grid, padded_spans([7, 2, 8, 3, 5], [4] * 5, 0, 4), EVERYTHING)
+    assert [[span.row for span in group] for _, group in plan] == [[2, 3], [5], [7, 8]]
+    assert [len(byte_runs(bounds, group)) for _, group in plan] == [1, 1, 1]
+
+
+def test_a_gap_is_read_with_its_neighbours_while_it_is_small() -> None:
+    grid = ShardGrid(2, 2, 8, 4)
+    bounds = chunk_bounds(*full_tail(grid, range(2)), 2)
+    ((_, group),) = plan_spans(grid, padded_spans([0, 1], [8] * 2, 0, 4), EVERYTHING)
+    gap = int(bounds[1, 0] - bounds[0, 1])
+    assert [len(byte_runs(bounds, group, bytes_)) for bytes_ in (gap, gap - 1)] == [1, 2]
 
 
 def test_a_shuffled_batch_of_eight_takes_one_range_a_layer_and_sample() -> None:

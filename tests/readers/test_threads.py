@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dspark_store.readers.threads import Ahead, Prefetcher
+from dspark_store.readers.threads import Ahead, Pending, Prefetcher
 
 
 def prefetching() -> list[threading.Thread]:
@@ -15,7 +15,7 @@ def prefetching() -> list[threading.Thread]:
 
 def work(count: int, nbytes: int = 1, make: Callable[[int], int] = lambda item: item) -> Iterator[Ahead[int]]:
     for item in range(count):
-        yield Ahead(nbytes, lambda item=item: make(item))  # type: ignore[misc]  # a bound default
+        yield Ahead(nbytes, lambda item=item: Pending.of(make(item)))  # type: ignore[misc]  # a bound default
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ def test_an_error_comes_in_the_place_of_the_item_that_failed() -> None:
 
 def test_an_error_of_the_plan_comes_through_as_well() -> None:
     def broken() -> Iterator[Ahead[int]]:
-        yield Ahead(1, lambda: 7)
+        yield Ahead(1, lambda: Pending.of(7))
         raise OSError("no plan")
 
     running = Prefetcher(broken(), 100)
