@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ from dspark_store.readers.threads import Pending, Workers
 from dspark_store.readers.verified import Verify, check_verify
 
 _REQUEST_BYTES = 8 * 1024 * 1024
+KEPT_TOKEN_BYTES = 64 * 1024 * 1024
+"""Token columns up to this size are read whole when a loader starts: they would be a third of all requests."""
+_SHARDS_AT_ONCE = 8
+_TOKEN_DTYPES: Mapping[str, np.dtype] = {IDS: np.dtype("<i4"), MASK: np.dtype("u1")}
 
 type _Task = Callable[[Pending[Any]], None]
 
@@ -55,6 +59,10 @@ class SpanReader(Protocol):
         """Begin to fill the tensors; the result is what ``finish`` returns when they are full. This one fills them."""
         self.read(spans, slots, batch)
         return Pending.of(finish())
+
+    def keep_tokens(self, columns: Sequence[str]) -> None:
+        """Keep these token columns in memory, whole, if they are small. This one keeps none."""
+        del columns
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""
@@ -89,6 +97,7 @@ class BatchReader(SpanReader):
         self._ranges = LocalRanges(self._open, in_flight, open_objects)
         self._buffers = Buffers()
         self._scratch = Scratch()
+        self._kept: Mapping[str, np.ndarray] = {}
 
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
         """Fill the batch's tensors, by column, each (B, positions, ...) or, for stacked layers, (B, K, positions, H).
@@ -118,15 +127,18 @@ class BatchReader(SpanReader):
             name: state_view(name, values, self._schema) for name, values in batch.items() if name in (LAYERS, LAST)
         }
         rows = {
-            column: np.zeros((len(spans), 1, self._schema.seq_length), "<i4" if column == IDS else "u1")
-            for column in tokens
+            column: np.zeros((len(spans), 1, self._schema.seq_length), _TOKEN_DTYPES[column])
+            for column in tokens.keys() - self._kept.keys()
         }
+        kept = {column: self._kept[column] for column in tokens.keys() - rows.keys()}
 
         def place_tokens() -> T:
             for column, target in tokens.items():
                 target[...] = self._pad_token_id if column == IDS else 0
-                for span, row in zip(spans, rows[column][:, 0], strict=True):
-                    target[span.batch, span.place : span.place + span.stop - span.start] = row[span.start : span.stop]
+                for number, span in enumerate(spans):
+                    values = rows[column][number, 0] if column in rows else kept[column][self._tokens_of(span.sample)]
+                    place = slice(span.place, span.place + span.stop - span.start)
+                    target[span.batch, place] = values[span.start : span.stop]
             return finish()
 
         pending = Pending(place_tokens)
@@ -140,8 +152,51 @@ class BatchReader(SpanReader):
         pending.done(error)
         return pending
 
+    def keep_tokens(self, columns: Sequence[str]) -> None:
+        """Read these token columns whole if they take at most ``KEPT_TOKEN_BYTES``, and keep them until `close`.
+
+        Where one cannot be read whole, none is kept: its damage is an error of the batch that needs it.
+        """
+        wanted: dict[str, np.dtype] = {column: _TOKEN_DTYPES[column] for column in columns if column in _TOKEN_DTYPES}
+        token_bytes = sum(_TOKEN_DTYPES[column].itemsize for column in wanted)
+        total = int(self._token_starts[-1])
+        if wanted.keys() <= self._kept.keys() or total * token_bytes > KEPT_TOKEN_BYTES:
+            return
+        kept = {column: np.empty(total, dtype) for column, dtype in wanted.items()}
+        shards = range(self._tokens.num_shards)
+        for first in shards[::_SHARDS_AT_ONCE]:
+            begun = [self._start_tokens(shard, kept) for shard in shards[first : first + _SHARDS_AT_ONCE]]
+            for pending in begun:
+                pending.wait()
+            try:
+                for pending in begun:
+                    pending.result()
+            except (DamagedStoreError, OSError):
+                return
+        self._kept = kept
+
+    def _start_tokens(self, shard: int, kept: Mapping[str, np.ndarray]) -> Pending[None]:
+        samples, seq_length = self._tokens.rows(shard), self._schema.seq_length
+        lengths = self._index.length[samples.start : samples.stop].tolist()
+        batch = {column: torch.empty((len(samples), seq_length), dtype=torch.int64) for column in kept}
+
+        def keep() -> None:
+            for column, values in kept.items():
+                for row, sample in enumerate(samples):
+                    values[self._tokens_of(sample)] = batch[column][row, : lengths[row]].numpy()
+
+        return self.start(padded_spans(samples, lengths, 0, seq_length), [], batch, keep)
+
+    @cached_property
+    def _token_starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self._index.length, dtype=np.int64)])
+
+    def _tokens_of(self, sample: int) -> slice:
+        return slice(*self._token_starts[sample : sample + 2].tolist())
+
     def close(self) -> None:
-        """Let go of threads and open objects; the next read takes new ones."""
+        """Let go of threads, open objects and kept tokens; the next read takes new ones."""
+        self._kept = {}
         self._ranges.close()
         self._decoders.close()
         self._buffers.close()

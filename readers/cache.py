@@ -137,7 +137,7 @@ class Cache:
             pad_token_id=self.pad_token_id,
             verify=verify,
             threads=threads,
-            in_flight=max(DEFAULT_IN_FLIGHT, threads) if in_flight is None else in_flight,
+            in_flight=max(threads, min(DEFAULT_IN_FLIGHT, open_objects // 2)) if in_flight is None else in_flight,
             open_objects=open_objects,
         )
 

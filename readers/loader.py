@@ -61,7 +61,8 @@ class CacheLoader(IterableDataset[Batch]):
             group.
         dp_size: the number of data-parallel ranks; given together with ``dp_rank``.
         mesh: a device mesh of one dimension, the data-parallel one.
-        prefetch_bytes: bytes of batches that are read ahead, at most; one batch always is.
+        prefetch_bytes: bytes of batches that are read ahead, at most; one batch always is. Token columns that take at
+            most 64 MiB together are read whole at the start, and kept until `close`.
         device: a CUDA device to copy batches to, on a stream of its own; None or the CPU for none.
         index_fields: whether rows of one sample come with ``sample`` and ``length``.
 
@@ -127,7 +128,8 @@ class CacheLoader(IterableDataset[Batch]):
             index_fields=index_fields,
         )
         self._slots = chosen_slots(cache.schema, layers)
-        self._memory = BatchMemory(cache.schema, chosen_columns(columns), len(self._slots), layout)
+        self._columns = chosen_columns(columns)
+        self._memory = BatchMemory(cache.schema, self._columns, len(self._slots), layout)
         self._prefetch_bytes = prefetch_bytes
         self._copy = DeviceCopy.to(device)
         sides = None if split is None else Split(split, validation_fraction, split_seed)
@@ -256,6 +258,7 @@ class CacheLoader(IterableDataset[Batch]):
         self._memory.close()
 
     def _work(self, epoch: Epoch, first: int) -> Iterator[Ahead[Batch]]:
+        self.cache.reader.keep_tokens(self._columns)
         for step in range(first, epoch.batches.steps):
             request = epoch.request(step, self.dp_rank)
             nbytes = self._memory.nbytes(request.rows, request.length)

@@ -4,10 +4,11 @@ from collections.abc import Buffer, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from dspark_store import Cache
+from dspark_store import Cache, CacheLoader
 from dspark_store.format.files import LocalObject
-from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage
 from tests.stores import Shape, build_store
 
@@ -79,3 +80,18 @@ def test_a_span_of_positions_reads_only_its_chunks(store):
 
 def test_columns_that_are_not_asked_for_are_not_read(store):
     assert bytes_read(store, columns=("loss_mask",)) < 0.2 * bytes_read(store, columns=(LAST,))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_small_token_columns_are_read_once_for_all_epochs(store, kept, monkeypatch):
+    storage = CountedStorage(store)
+    monkeypatch.setattr("dspark_store.readers.batch.KEPT_TOKEN_BYTES", 579 * 5 if kept else 579 * 5 - 1)
+    loader = CacheLoader(Cache(storage), 2, columns=(IDS, MASK), shuffle=False, min_supervised=0, dp_rank=0, dp_size=1)
+    epochs = [list(loader)]
+    after_one = storage.count
+    epochs.append(list(loader))
+    assert (storage.count == after_one) is kept
+    whole = Cache(storage).read(range(6), columns=(IDS, MASK))
+    for batches in epochs:
+        for column in (IDS, MASK):
+            assert torch.equal(torch.cat([batch[column] for batch in batches]), whole[column])

@@ -16,7 +16,7 @@ import torch
 
 from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.files import LocalObject
-from dspark_store.format.schema import LAYERS
+from dspark_store.format.schema import IDS, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.fetch import Fetch
 from dspark_store.readers.tensors import BatchMemory
@@ -239,6 +239,11 @@ def test_an_interrupt_ends_the_loader_and_the_program_at_once(store: BuiltStore)
     assert "Exception ignored" not in errors
 
 
+def test_a_damaged_row_of_tokens_is_an_error_of_its_batch(store: BuiltStore, cache: Cache) -> None:
+    flip(store.path / f"{IDS}/c.1.0", 8)
+    assert_second_batch_fails(cache, DamagedStoreError, rf"{IDS}, sample 3 \(shard 1\): object {IDS}/c.1.0, slot 0")
+
+
 def test_a_read_that_fails_once_is_an_error_and_the_next_try_goes_on(cache: Cache, monkeypatch) -> None:
     read, calls = LocalObject.read_into, []
 
@@ -249,7 +254,7 @@ def test_a_read_that_fails_once_is_an_error_and_the_next_try_goes_on(cache: Cach
         return read(self, buffer, offset)
 
     monkeypatch.setattr(LocalObject, "read_into", failing_once)
-    loader = loader_of(cache)
+    loader = loader_of(cache, columns=[LAYERS])
     with pytest.raises(OSError, match=r"samples 0 to 2 \(shard 0\): cannot read .*: Input/output error") as caught:
         list(loader)
     assert caught.value.errno == 5
