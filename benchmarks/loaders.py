@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,12 +41,14 @@ from benchmarks.peers import (
 from benchmarks.samples import Samples, stored_samples, synthetic_samples, write_samples
 from benchmarks.storage import RateLimit, RateLimitedStorage, distinct_files, drop_from_cache
 from benchmarks.tables import Column, PeerComparison, Recorder, Table, usable_cores
-from dspark_store import Cache, open_cache
+from dspark_store import Cache, CacheLoader, open_cache
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import LAST, StoreSchema
+from dspark_store.format.storage import LocalStorage
+from dspark_store.readers.fetch import Fetch
 
-LAYERS, BATCH, SHARD_SIZE, THREADS, WRITES = 5, 8, 16, 2, 3
+LAYERS, BATCH, SHARD_SIZE, THREADS, WRITES, EPOCHS = 5, 8, 16, 2, 3, 5
 CODECS = ("none", "fast", "default")
 
 
@@ -225,6 +228,56 @@ def measure_writing(samples: Samples, place: Path, repeats: int, title: str) -> 
     return rate_table(title, rates, stored, samples, "safetensors shards (NeMo)", [note])
 
 
+def measure_epochs(samples: Samples, place: Path, stores: Mapping[str, Path], epochs: int, title: str) -> Table:
+    """Measure whole epochs of the loader with its defaults, alternating with a peer and with its own requests alone."""
+    storages: dict[str, Callable[[Path], LocalStorage]] = {
+        "warm": LocalStorage,
+        "cold": LocalStorage,
+        "200 MB/s": lambda store: RateLimitedStorage(store, RateLimit(200e6)),
+        "20 ms, 25 MB/s": lambda store: RateLimitedStorage(store, RateLimit(25e6, 0.02)),
+    }
+    peer = safetensors_shards(open_cache(stores["none"]), place / "safetensors")
+    batches = random_batches(len(samples.lengths), len(samples.lengths) // BATCH)
+    rates: dict[tuple[str, str], list[float]] = {}
+    for where, storage in storages.items():
+        ways: dict[str, Callable[[], object]] = {}
+        if where in ("warm", "cold"):
+            ways[peer.name] = lambda: [peer.batch(batch) for batch in batches]
+        for codec, store in stores.items():
+            for layout in ("stacked", "flat") if where == "warm" else ("flat",):
+                loader = CacheLoader(
+                    Cache(storage(store)), BATCH, layout=layout, min_supervised=0, dp_rank=0, dp_size=1
+                )
+                ways[f"ours, {codec}, {layout}"] = partial(_epoch, loader)
+                ways[f"ours, {codec}, {layout}, requests alone"] = partial(_requests_alone, loader)
+        for _ in range(epochs + 1):
+            for name, way in ways.items():
+                if where == "cold":
+                    peer.close()  # what is mapped is not dropped
+                    for files in (*stores.values(), peer.files):
+                        drop_from_cache(files)
+                clock = elapsed(way).clock
+                rates.setdefault((where, name), []).append(len(batches) * BATCH / clock)
+    found = {key: statistics.median(values[1:]) for key, values in rates.items()}
+    columns = (Column("storage"), Column("contender"), Column("samples/s", ",.1f"), Column("of its requests alone"))
+    rows = tuple(
+        (where, name, rate, rate / found.get((where, f"{name}, requests alone"), rate))
+        for (where, name), rate in found.items()
+    )
+    note = f"Medians of {epochs} epochs after the first one, contenders in turn."
+    return Table(title, columns, rows, (note,))
+
+
+def _epoch(loader: CacheLoader) -> None:
+    for _ in loader:
+        pass
+
+
+def _requests_alone(loader: CacheLoader) -> None:
+    with patch.object(Fetch, "decode", lambda _: None):
+        _epoch(loader)
+
+
 def measure_layers(samples: Samples, store: Path) -> Table:
     """Count the bytes that two captured layers read, against all five."""
     counts = []
@@ -242,6 +295,10 @@ def measure_layers(samples: Samples, store: Path) -> Table:
 def measure(samples: Samples, name: str, place: Path, given: argparse.Namespace, recorder: Recorder) -> None:
     """Measure everything on some samples, whose rows are called by ``name``."""
     few = max(3, given.repeats // 3)
+    if given.epochs_only:
+        stores = write_stores(samples, place)
+        recorder.add(measure_epochs(samples, place, stores, EPOCHS, f"{name}, epochs of the loader"))
+        return
     recorder.add(measure_writing(samples, place, min(few, WRITES), f"{name}, writing"))
     stores = write_stores(samples, place)
     recorder.add(measure_warm(samples, place, stores, given.repeats, f"{name}, warm"))
@@ -263,6 +320,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rate", type=float, default=200e6, help="limited storage, bytes per second (default: 200e6)")
     parser.add_argument("--quick", action="store_true", help="small states and few repeats")
     parser.add_argument("--json", type=Path, help="file to write the outcome to")
+    parser.add_argument("--epochs-only", action="store_true", help="measure whole epochs of the loader, and no more")
     given = parser.parse_args(arguments)
     if given.quick:
         given.width, given.seq_length, given.samples, given.repeats = 256, 256, 32, 3
@@ -283,7 +341,9 @@ def main(arguments: Sequence[str]) -> int:
         )
         if full is not None:
             stores = write_stores(full, place / "full")
-            recorder.add(measure_warm(full, place / "full", stores, given.repeats, "Full rows, warm"))
+            recorder.add(measure_epochs(full, place / "full", stores, EPOCHS, "Full rows, epochs of the loader"))
+            if not given.epochs_only:
+                recorder.add(measure_warm(full, place / "full", stores, given.repeats, "Full rows, warm"))
             shutil.rmtree(place / "full")
         measure(samples, "Ragged rows", place / "ragged", given, recorder)
     recorder.save(given.json)

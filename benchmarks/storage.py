@@ -17,10 +17,13 @@ _READERS, _READ_BYTES = 8, 4 * 2**20
 
 
 class RateLimit:
-    """A line of ``bytes_per_second`` that all readers share. ``total`` counts the bytes that went over it."""
+    """A line of ``bytes_per_second`` that all readers share, each request ``latency`` seconds late.
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate = bytes_per_second
+    ``total`` counts the bytes that went over it.
+    """
+
+    def __init__(self, bytes_per_second: float, latency: float = 0.0) -> None:
+        self._rate, self._latency = bytes_per_second, latency
         self._free_at = 0.0
         self._lock = threading.Lock()
         self.total = 0
@@ -41,7 +44,7 @@ class RateLimit:
         with self._lock:
             self.total += nbytes
             self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._rate
-            return self._free_at
+            return self._free_at + self._latency
 
     def wait(self, until: float) -> None:
         """Wait for a time that `reserve` returned."""
