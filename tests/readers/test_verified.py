@@ -12,12 +12,13 @@ import torch
 
 from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache, verify_store
 from dspark_store.format.files import LocalObject
-from dspark_store.format.schema import LAST
+from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.verified import VerifiedChunks
 from tests.stores import BuiltStore, build_store, flip, padded
 
 OBJECT = f"{LAST}/c.0.0.0"
+LAYER_OBJECT = f"{LAYERS}/c.0.0.0"
 
 
 @pytest.fixture(params=["none", "default"])
@@ -57,6 +58,13 @@ def test_a_flip_after_the_first_read_is_found_only_by_checks_at_every_read(tmp_p
     assert not torch.equal(last_states(open_cache(tmp_path)), before)
     with pytest.raises(DamagedStoreError):
         last_states(open_cache(store.path, verify=True))
+
+
+def test_a_flipped_row_that_is_copied_is_found(tmp_path: Path) -> None:
+    store = build_store(tmp_path, codec="none", weights=False)
+    flip_unseen(store.path / LAYER_OBJECT)
+    with pytest.raises(DamagedStoreError, match="slot 0"):
+        open_cache(tmp_path).read([0], columns=[LAYERS], layout="flat")
 
 
 def test_what_no_read_has_checked_is_checked_whatever_else_was(store: BuiltStore) -> None:
