@@ -10,8 +10,9 @@ from dspark_store.precompute.rendezvous import Keys
 from dspark_store.writers.process import ProcessName
 
 _TOGETHER = 0.9
-"""Share of the longest silence from which on other ranks are named as well: they may wait for the first one, or it for
-them."""
+_TOGETHER_LOOKS = 4
+"""Share of the longest silence from which on other ranks are named as well, and looks before its end if that is sooner:
+they may wait for the first one, or it for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,9 @@ class Peers:
         self._progress = {peer: _Seen() for peer in (range(size) if rank == 0 else (0,))}
 
     def join(self) -> None:
-        """Show this rank's process to the others."""
+        """Show this rank's process to the others, and a first sign of life, so that it is judged from here on."""
         self._keys.set(f"peer/{self._rank}", ProcessName.own().to_json())
+        self.show(0, "beat 0")
 
     def leave(self) -> None:
         """Show that this rank has ended well."""
@@ -152,7 +154,8 @@ class Peers:
         slow = [rank for rank, seconds in still.items() if seconds > limit]
         if all(self._keys.get(f"left/{rank}") is not None for rank in slow) or self._keys.get("failure") is not None:
             return ""
-        ranks = [str(rank) for rank, seconds in still.items() if seconds > _TOGETHER * limit]
+        together = min(_TOGETHER * limit, limit - _TOGETHER_LOOKS * self._patience.period)
+        ranks = [str(rank) for rank, seconds in still.items() if seconds > together]
         names = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have"
         return (
             f"{names} made no progress for {self._patience.stall / 60:g} minutes: see the log there, then go on with "

@@ -1,5 +1,6 @@
 """What ends one rank ends all, soon, with that rank's message; and what is committed stays for the next run."""
 
+import re
 import signal
 
 import pytest
@@ -158,34 +159,39 @@ def test_processes_that_tokenise_end_with_their_rank(jobs, tmp_path, number):
     assert outcome.ends.left == 0
 
 
-STALL_SECONDS = 3
+STALL_SECONDS = 6
 
 
 @pytest.mark.parametrize(
-    ("flags", "stage", "rank", "named"),
+    ("flags", "stage", "rank"),
     [
-        ((), "forward", 1, "rank 1 has"),
+        ((), "forward", 1),
         *(
             pytest.param(*case, marks=pytest.mark.storm)
             for case in [
-                ((), "commit", 1, "rank 1 has"),
-                ((), "encode", 2, "rank 2 has"),
-                ((), "tokenise", 0, "rank 0 has"),
-                ((), "forward", 0, "rank 0 has"),
-                (FSDP, "forward", 1, "ranks 0, 1, 2 have"),
-                (PP, "forward", 1, "ranks 0, 1, 2 have"),
+                ((), "commit", 1),
+                ((), "encode", 2),
+                ((), "tokenise", 0),
+                ((), "forward", 0),
+                (FSDP, "forward", 1),
+                (PP, "forward", 1),
             ]
         ),
     ],
     ids=str,
 )
-def test_a_rank_that_makes_no_progress_ends_the_job_and_is_named(jobs, tmp_path, flags, stage, rank, named):
+def test_a_rank_that_makes_no_progress_ends_the_job_and_is_named(jobs, tmp_path, flags, stage, rank):
     minutes = ("--timeout-minutes", STALL_SECONDS / 60)
     plants = (Plant(rank, stage, "sleep", 300),)
     gate = stage not in BEFORE_SHARDS
     outcome = jobs.start(tmp_path / "store", *flags, *minutes, world=3, plants=plants, gate=gate).wait()
     assert outcome.exit_codes == [3, 3, 3], outcome.log
-    assert [f"{named} made no progress for 0.05 minutes" in log for log in outcome.logs] == [True] * 3, outcome.log
+    for log in outcome.logs:
+        named = re.search(r"ranks? ([\d, ]+) ha(?:s|ve) made no progress for 0.1 minutes", log)
+        assert named is not None, outcome.log
+        ranks = {int(word) for word in named[1].split(",")}
+        # Ranks that share a target wait for the one that sleeps, some of them from a moment later on.
+        assert rank in ranks if flags else ranks == {rank}, outcome.log
     assert outcome.seconds_after(outcome.planted) < STALL_SECONDS + ENOUGH_SECONDS
     check_resumes(jobs, tmp_path / "store")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_store.precompute.peers import Patience
+from dspark_store.precompute.peers import PATIENCE, Patience, Peers
 from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import FAILED, TERMINATED, StoppedError, Watch
 from dspark_store.writers.lock import LEAVING_SECONDS
@@ -420,3 +420,11 @@ def test_off_the_main_thread_a_watch_works_and_leaves_signals_alone():
     thread.join(LIMIT)
     assert handlers == [signal.getsignal(signal.SIGTERM)]
     assert reasons == ["rank 0: no"]
+
+
+def test_a_rank_that_stops_right_after_it_joined_is_named(port):
+    keys = watched.shared_keys(port, keep=True)
+    judge = Peers(0, 2, keys, Patience(period=0.0, stall=0.0))
+    judge.join()
+    Peers(1, 2, keys, PATIENCE).join()
+    assert "ranks 0, 1 have made no progress" in judge.look()
