@@ -234,7 +234,7 @@ class EncodedChunk:
 def state_chain(preset: str, itemsize: int) -> CodecChain:
     """Return a preset's chain for state columns; ValueError for an unknown preset, ImportError without its package."""
     if preset == "none":
-        return CodecChain(Plain(itemsize))
+        return plain_chain(itemsize)
     if preset == "fast":
         return CodecChain(Blosc(itemsize, "lz4", "bitshuffle"))
     if preset == "default":
@@ -247,7 +247,7 @@ def state_chain(preset: str, itemsize: int) -> CodecChain:
 def token_chain(preset: str, itemsize: int) -> CodecChain:
     """Return a preset's chain for ids and masks: plain with ``none``, else blosc zstd (small in every preset)."""
     if preset == "none":
-        return CodecChain(Plain(itemsize))
+        return plain_chain(itemsize)
     return CodecChain(Blosc(itemsize, "zstd", "noshuffle" if itemsize == 1 else "shuffle"))
 
 

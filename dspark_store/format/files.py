@@ -78,12 +78,12 @@ def make_directory(directory: Path) -> None:
         place = place.parent
     directory.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):
-        sync_directory(made.parent)
+        sync_path(made.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, _FOLDER)
+def sync_path(path: Path) -> None:
+    """Make a file's content durable, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

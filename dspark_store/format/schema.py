@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from dspark_store.format.codecs import CODEC_PRESETS, CodecChain, plain_chain, state_chain, token_chain
 from dspark_store.format.dtypes import CacheDtype, cache_dtype
@@ -195,19 +195,9 @@ class StoreSchema:
 
     def layout(self) -> dict[str, JsonValue]:
         """Return the schema as the attribute ``layout``."""
-        sources: dict[str, JsonValue] = {"sources": list(self.sources)} if self.sources else {}
-        return {
-            "num_samples": self.num_samples,
-            "shard_size": self.shard_size,
-            "seq_length": self.seq_length,
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "layer_ids": list(self.layer_ids),
-            "dtype": self.dtype.name,
-            "codec": self.codec,
-            "chunk_tokens": self.chunk_tokens,
-            **sources,
-        }
+        layout = {each.name: getattr(self, each.name) for each in fields(self)}
+        layout |= {"layer_ids": list(self.layer_ids), "dtype": self.dtype.name, "sources": list(self.sources)}
+        return {name: value for name, value in layout.items() if name != "sources" or value}
 
     def settled(self, num_samples: int) -> StoreSchema:
         """Return the schema with its final number of samples."""
@@ -220,26 +210,14 @@ class StoreSchema:
         inner = (1, self.chunk_tokens, width)
         logical: dict[str, JsonValue] = {"dtype": self.dtype.logical}
         layered: dict[str, JsonValue] = {**logical, "layer_ids": list(self.layer_ids)}
-        zarr_name, fill = self.dtype.zarr_name, self.dtype.fill_value
-        states = self.chain(LAST)
-        token_dimensions = ("sample", "position")
+        stored = (self.dtype.zarr_name, self.dtype.fill_value, shard, inner, self.chain(LAST))
+        position = ("sample", "position")
         tokens = ((self.shard_size, seq), (1, seq))
         return {
-            IDS: ArraySpec((n, seq), "int32", ID_FILL, *tokens, self.chain(IDS), token_dimensions, {}),
-            MASK: ArraySpec((n, seq), "uint8", MASK_FILL, *tokens, self.chain(MASK), token_dimensions, {}),
-            LAYERS: ArraySpec(
-                (n, seq, self.num_layers * width),
-                zarr_name,
-                fill,
-                shard,
-                inner,
-                states,
-                ("sample", "position", "layer_feature"),
-                layered,
-            ),
-            LAST: ArraySpec(
-                (n, seq, width), zarr_name, fill, shard, inner, states, ("sample", "position", "feature"), logical
-            ),
+            IDS: ArraySpec((n, seq), "int32", ID_FILL, *tokens, self.chain(IDS), position, {}),
+            MASK: ArraySpec((n, seq), "uint8", MASK_FILL, *tokens, self.chain(MASK), position, {}),
+            LAYERS: ArraySpec((n, seq, self.num_layers * width), *stored, (*position, "layer_feature"), layered),
+            LAST: ArraySpec((n, seq, width), *stored, (*position, "feature"), logical),
         }
 
     def ledgers(self) -> dict[str, ArraySpec]:
@@ -294,20 +272,20 @@ class StoreSchema:
 
 def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
     """Read the attribute ``layout``; ValueError when it is not one."""
-    fields = JsonFields(layout, "layout")
-    if (codec := fields.text("codec")) not in CODEC_PRESETS:
+    given = JsonFields(layout, "layout")
+    if (codec := given.text("codec")) not in CODEC_PRESETS:
         raise ValueError(f"codec {shown(codec)} is unknown; expected one of {', '.join(CODEC_PRESETS)}")
     return StoreSchema(
-        num_samples=fields.count("num_samples"),
-        shard_size=fields.count("shard_size", 1),
-        seq_length=fields.count("seq_length", 1),
-        hidden_size=fields.count("hidden_size", 1),
-        num_layers=fields.count("num_layers"),
-        layer_ids=fields.counts("layer_ids", LEAST_LAYER, MOST_LAYERS),
-        dtype=cache_dtype(fields.text("dtype")),
+        num_samples=given.count("num_samples"),
+        shard_size=given.count("shard_size", 1),
+        seq_length=given.count("seq_length", 1),
+        hidden_size=given.count("hidden_size", 1),
+        num_layers=given.count("num_layers"),
+        layer_ids=given.counts("layer_ids", LEAST_LAYER, MOST_LAYERS),
+        dtype=cache_dtype(given.text("dtype")),
         codec=codec,
-        chunk_tokens=fields.count("chunk_tokens", 1),
-        sources=fields.texts("sources") if fields.has("sources") else (),
+        chunk_tokens=given.count("chunk_tokens", 1),
+        sources=given.texts("sources") if given.has("sources") else (),
     )
 
 

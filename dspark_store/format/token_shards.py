@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,13 +81,10 @@ def read_shard_sources(storage: Storage, record: StoreRecord, shard: int, rows: 
     """
     schema, key = record.schema, sources_key(shard)
     numbers = np.empty(schema.shard_size, "<u2")
-    stored = open_object(
-        storage, key, ShardGrid(1, 1, 1, 1), Expected(record.store_id, sources_place(shard), tokens=rows.digest)
-    )
-    try:
+    expected = Expected(record.store_id, sources_place(shard), tokens=rows.digest)
+    stored = open_object(storage, key, ShardGrid(1, 1, 1, 1), expected)
+    with closing(stored.reader):
         stored.decode(0, schema.chain(SHARD_SOURCES), numbers)
-    finally:
-        stored.reader.close()
     if stored.tail.label.rows != len(rows) or (numbers[: len(rows)] >= len(schema.sources)).any():
         raise DamagedStoreError(f"object {key} of {storage} does not name the sources of {len(rows)} rows")
     return numbers[: len(rows)]
@@ -122,12 +120,10 @@ def _read_column(
     expected = Expected(record.store_id, Place(column, 0, None, shard), ledger_row)
     stored = open_object(storage, key, schema.tokens, expected)
     dtype, fill = TOKEN_VALUES[column]
-    try:
+    values = []
+    with closing(stored.reader):
         out = np.empty(schema.seq_length, dtype)
-        values = []
         for slot in range(rows):
             stored.decode(slot, schema.chain(column), out)
             values.append(out[: int((out != fill).sum())].copy())
-    finally:
-        stored.reader.close()
     return values

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_store.draft.model import Draft
+from dspark_store.format.files import sync_path
 from dspark_store.training.learner import Learner
 from dspark_store.training.ranks import Ranks
 from dspark_store.training.settings import TrainConfig
@@ -112,7 +113,7 @@ def save_checkpoint(
         return final
     temporary = _hidden(final)
     directory.mkdir(parents=True, exist_ok=True)
-    _sync(directory.parent)  # of the metrics, too
+    sync_path(directory.parent)  # of the metrics, too
     try:
         temporary.mkdir()
         _write_files(temporary, learner, state)
@@ -121,7 +122,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(directory)
+    sync_path(directory)
     for old in [old for old in checkpoints(directory) if old.name not in spared][:-keep]:
         old.rename(_hidden(old))
     _sweep(directory)
@@ -142,11 +143,11 @@ def set_aside(directory: Path, step: int, others: Sequence[Path] = ()) -> int | 
     for path in others:
         copy = path.with_name(f"{path.name}.aside-{number}")
         shutil.copyfile(path, copy)
-        _sync(copy)
+        sync_path(copy)
     for path in reversed(later):  # an interruption leaves the older ones, and the next run begins here again
         path.rename(path.with_name(f"{path.name}.aside-{number}"))
     for place in places:
-        _sync(place)
+        sync_path(place)
     return number
 
 
@@ -286,7 +287,7 @@ def _write_files(folder: Path, learner: Learner, state: TrainingState) -> None:
     sums = "".join(f"{_sum(folder / name)}  {name}\n" for name in FILES)
     (folder / SUMS).write_text(sums, encoding="ascii")
     for path in (*folder.iterdir(), folder):
-        _sync(path)
+        sync_path(path)
 
 
 @contextmanager
@@ -337,11 +338,3 @@ def _sweep(directory: Path) -> None:
     """Remove what a run that was killed left half written or half removed."""
     for path in directory.glob(".step-*.tmp"):
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,6 +39,11 @@ from dspark_store.training.state import Origin, TrainingState, refuse_another
 from dspark_store.writers.lock import LostLockError, StoreLock
 
 _log = logging.getLogger(__name__)
+_EXEMPT = {
+    *("store", "live", "output_dir", "resume", "resume_from", "keep_checkpoints", "checkpoint_every", "validate_every"),
+    *("device", "threads", "prefetch_bytes", "log_every", "log_level", "tensorboard"),
+}
+"""Settings that do not decide the course of a training."""
 
 
 def train(config: TrainConfig) -> int:
@@ -292,20 +297,7 @@ class Training:
 
     def _settings(self) -> dict[str, object]:
         """Return what decides the course of the training."""
-        exempt = {
-            "output_dir",
-            "live",
-            "resume",
-            "resume_from",
-            "device",
-            "threads",
-            "prefetch_bytes",
-            "log_every",
-            "tensorboard",
-            "log_level",
-        }
-        exempt |= {"store", "keep_checkpoints", "checkpoint_every", "validate_every"}
-        values = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in exempt}
+        values = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in _EXEMPT}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _summary(self, figures: dict[str, float], before: int, seconds: float) -> list[str]:

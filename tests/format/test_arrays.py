@@ -1,7 +1,6 @@
 """Digests tell content apart, and nothing else."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,39 +25,39 @@ def digest(tokens: list[tuple[int, int]]) -> bytes:
     )
 
 
-def test_a_samples_digest_is_blake2b_over_ids_and_mask() -> None:
+def test_a_samples_digest_is_blake2b_over_ids_and_mask():
     expected = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0" + b"\x00\x01", digest_size=16).digest()
     assert digest([(1, 0), (2, 1)]) == expected
 
 
 @given(TOKENS, TOKENS)
-def test_equal_digests_mean_equal_tokens(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+def test_equal_digests_mean_equal_tokens(one, other):
     assert (digest(one) == digest(other)) == (one == other)
 
 
-def test_a_digest_does_not_depend_on_how_the_tokens_are_held() -> None:
+def test_a_digest_does_not_depend_on_how_the_tokens_are_held():
     ids, mask = np.array([3, 9, 4, 9], np.int64), np.array([True, False, True, False])
     assert sample_digest(ids[::2], mask[::2]) == digest([(3, 1), (4, 1)])
 
 
-def test_a_shards_digest_depends_on_its_samples_order() -> None:
+def test_a_shards_digest_depends_on_its_samples_order():
     one, two = digest([(1, 1)]), digest([(2, 1)])
     assert shard_digest([one, two]) == hashlib.blake2b(one + two, digest_size=16).hexdigest()
     assert shard_digest([one, two]) != shard_digest([two, one])
 
 
-def test_an_arrays_objects_are_named_in_order() -> None:
+def test_an_arrays_objects_are_named_in_order():
     assert array_keys("index/x", SPEC) == KEYS
 
 
-def test_an_arrays_checksum_is_over_its_objects_in_order(tmp_path: Path) -> None:
+def test_an_arrays_checksum_is_over_its_objects_in_order(tmp_path):
     storage = LocalStorage(tmp_path)
     for key, data in zip(KEYS, (b"a", b"b", b"c"), strict=True):
         storage.put(key, data)
     assert array_checksum(storage, "index/x", SPEC) == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
 
 
-def test_a_missing_object_of_an_array_is_named(tmp_path: Path) -> None:
+def test_a_missing_object_of_an_array_is_named(tmp_path):
     storage = LocalStorage(tmp_path)
     storage.put(KEYS[0], b"a")
     with pytest.raises(DamagedStoreError, match=rf"object {KEYS[1]} is missing from"):

@@ -62,7 +62,7 @@ def same(one: np.ndarray, other: np.ndarray) -> bool:
 @EVERY_PRESET
 @EVERY_DTYPE
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_a_chunk_comes_back_bit_by_bit(preset: str, dtype: CacheDtype, kind: str) -> None:
+def test_a_chunk_comes_back_bit_by_bit(preset, dtype, kind):
     chain, chunk = state_chain(preset, dtype.itemsize), buffer(kind, dtype)
     encoded = chain.encode(chunk)
     assert encoded.nbytes == len(stored_bytes(encoded))
@@ -72,7 +72,7 @@ def test_a_chunk_comes_back_bit_by_bit(preset: str, dtype: CacheDtype, kind: str
 
 @EVERY_PRESET
 @EVERY_DTYPE
-def test_a_flip_in_any_byte_of_a_chunk_is_found(preset: str, dtype: CacheDtype) -> None:
+def test_a_flip_in_any_byte_of_a_chunk_is_found(preset, dtype):
     chain, chunk = state_chain(preset, dtype.itemsize), buffer("numbers", dtype)
     encoded = chain.encode(chunk)
     for place in range(encoded.nbytes):
@@ -83,7 +83,7 @@ def test_a_flip_in_any_byte_of_a_chunk_is_found(preset: str, dtype: CacheDtype) 
 
 
 @EVERY_PRESET
-def test_another_chunk_with_a_right_checksum_of_its_own_is_found(preset: str) -> None:
+def test_another_chunk_with_a_right_checksum_of_its_own_is_found(preset):
     dtype = CACHE_DTYPES["bf16"]
     chain, chunk = state_chain(preset, 2), buffer("numbers", dtype)
     other = chain.encode(buffer("noise", dtype))
@@ -92,7 +92,7 @@ def test_another_chunk_with_a_right_checksum_of_its_own_is_found(preset: str) ->
 
 
 @EVERY_PRESET
-def test_a_chunk_of_another_size_does_not_decode(preset: str) -> None:
+def test_a_chunk_of_another_size_does_not_decode(preset):
     dtype = CACHE_DTYPES["bf16"]
     chain, chunk = state_chain(preset, 2), buffer("numbers", dtype)
     short = chain.encode(np.ascontiguousarray(chunk[:-1]))
@@ -102,7 +102,7 @@ def test_a_chunk_of_another_size_does_not_decode(preset: str) -> None:
 
 @EVERY_PRESET
 @given(cut=st.integers(0, 60))
-def test_a_truncated_chunk_is_an_error_even_without_checksums(preset: str, cut: int) -> None:
+def test_a_truncated_chunk_is_an_error_even_without_checksums(preset, cut):
     chain, chunk = state_chain(preset, 2), buffer("noise", CACHE_DTYPES["bf16"])
     stored = stored_bytes(chain.encode(chunk))[: cut + 4]
     with pytest.raises(DamagedStoreError, match="does not decode"):
@@ -110,7 +110,7 @@ def test_a_truncated_chunk_is_an_error_even_without_checksums(preset: str, cut: 
 
 
 @EVERY_PRESET
-def test_a_chunk_too_short_for_its_checksum_is_an_error(preset: str) -> None:
+def test_a_chunk_too_short_for_its_checksum_is_an_error(preset):
     chunk = buffer("zeros", CACHE_DTYPES["bf16"])
     with pytest.raises(DamagedStoreError):
         decode(state_chain(preset, 2), b"ab", chunk, 0)
@@ -118,7 +118,7 @@ def test_a_chunk_too_short_for_its_checksum_is_an_error(preset: str) -> None:
 
 @EVERY_PRESET
 @pytest.mark.parametrize("stored_dtype", ["<i4", "u1"])
-def test_token_chunks_come_back(preset: str, stored_dtype: str) -> None:
+def test_token_chunks_come_back(preset, stored_dtype):
     chunk = (np.arange(40) % 7).astype(stored_dtype)
     chain = token_chain(preset, chunk.itemsize)
     encoded = chain.encode(chunk)
@@ -126,7 +126,7 @@ def test_token_chunks_come_back(preset: str, stored_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["fast", "default"])
-def test_a_chunk_of_many_blocks_has_the_same_bytes_on_every_thread(preset: str) -> None:
+def test_a_chunk_of_many_blocks_has_the_same_bytes_on_every_thread(preset):
     chain = state_chain(preset, 2)
     chunk = np.random.default_rng(0).standard_normal(1_500_000, np.float32).view(np.uint16)
     there: set[bytes] = set()
@@ -139,12 +139,12 @@ def test_a_chunk_of_many_blocks_has_the_same_bytes_on_every_thread(preset: str) 
 
 @EVERY_PRESET
 @EVERY_DTYPE
-def test_every_chain_ends_in_a_checksum(preset: str, dtype: CacheDtype) -> None:
+def test_every_chain_ends_in_a_checksum(preset, dtype):
     chains = (state_chain(preset, dtype.itemsize), token_chain(preset, 4), token_chain(preset, 1), plain_chain(8))
     assert all(chain.metadata()[-1] == {"name": "crc32c"} for chain in chains)
 
 
-def test_the_default_chain_is_the_documented_one() -> None:
+def test_the_default_chain_is_the_documented_one():
     blosc = {"typesize": 2, "cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 512 * 1024}
     assert state_chain("default", 2).metadata() == [
         {"name": "bytes", "configuration": {"endian": "little"}},
@@ -153,19 +153,19 @@ def test_the_default_chain_is_the_documented_one() -> None:
     ]
 
 
-def test_a_plain_payload_is_a_view_of_the_chunk() -> None:
+def test_a_plain_payload_is_a_view_of_the_chunk():
     chunk = np.zeros(4, "<u2")
     encoded = state_chain("none", 2).encode(chunk)
     chunk[0] = 258
     assert bytes(encoded.payload[:2]) == b"\x02\x01"
 
 
-def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_preset_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'gzip' is unknown; choose one of none, fast, default, dense"):
         state_chain("gzip", 2)
 
 
-def test_dense_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'dspark-store\[dense\]'"):
         state_chain("dense", 2)

@@ -18,7 +18,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", CACHE_DTYPES.values(), ids=CACHE_
 
 
 @EVERY_DTYPE
-def test_the_bits_of_a_tensor_are_its_own_memory(dtype: CacheDtype) -> None:
+def test_the_bits_of_a_tensor_are_its_own_memory(dtype):
     states = torch.zeros((3, 4), dtype=dtype.torch_dtype)
     bits = tensor_bits(states)
     bits[1, 2] = 1
@@ -27,7 +27,7 @@ def test_the_bits_of_a_tensor_are_its_own_memory(dtype: CacheDtype) -> None:
 
 
 @EVERY_DTYPE
-def test_the_tensor_of_stored_values_is_their_own_memory(dtype: CacheDtype) -> None:
+def test_the_tensor_of_stored_values_is_their_own_memory(dtype):
     stored = np.zeros((3, 4), dtype.stored)
     states = bits_tensor(stored, dtype.torch_dtype)
     states[1, 2] = 1.0
@@ -36,7 +36,7 @@ def test_the_tensor_of_stored_values_is_their_own_memory(dtype: CacheDtype) -> N
 
 
 @EVERY_DTYPE
-def test_every_bit_pattern_survives_the_way_there_and_back(dtype: CacheDtype) -> None:
+def test_every_bit_pattern_survives_the_way_there_and_back(dtype):
     step = 1 if dtype.itemsize == 2 else 65_521
     patterns = np.arange(0, 2 ** (8 * dtype.itemsize), step, dtype=np.uint64).astype(dtype.bits)
     states = bits_tensor(patterns.copy().view(dtype.stored), dtype.torch_dtype)
@@ -44,34 +44,34 @@ def test_every_bit_pattern_survives_the_way_there_and_back(dtype: CacheDtype) ->
 
 
 @EVERY_DTYPE
-def test_a_fill_value_is_nan(dtype: CacheDtype) -> None:
+def test_a_fill_value_is_nan(dtype):
     fill = np.array([dtype.fill_bits], dtype.bits)
     assert bool(torch.isnan(bits_tensor(fill.view(dtype.stored), dtype.torch_dtype)).all())
 
 
 @EVERY_DTYPE
-def test_a_dtype_is_found_by_its_names(dtype: CacheDtype) -> None:
+def test_a_dtype_is_found_by_its_names(dtype):
     assert cache_dtype(dtype.name) is dtype
     assert cache_dtype_of(dtype.torch_dtype) is dtype
     assert getattr(torch, dtype.logical) is dtype.torch_dtype
 
 
 @EVERY_DTYPE
-def test_stored_items_are_little_endian_and_as_wide_as_the_states(dtype: CacheDtype) -> None:
+def test_stored_items_are_little_endian_and_as_wide_as_the_states(dtype):
     assert dtype.stored.itemsize == dtype.itemsize == dtype.torch_dtype.itemsize
     assert dtype.stored == dtype.stored.newbyteorder("<")
 
 
-def test_bits_of_parameters_need_no_gradient() -> None:
+def test_bits_of_parameters_need_no_gradient():
     assert tensor_bits(torch.nn.Parameter(torch.ones(2))).tolist() == [0x3F800000, 0x3F800000]
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'fp8' is not a cache dtype; choose one of bf16, fp16, fp32"):
         cache_dtype("fp8")
 
 
-def test_an_unknown_torch_dtype_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_torch_dtype_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"torch\.float64 is not a cache dtype; choose one of bf16, fp16, fp32"):
         cache_dtype_of(torch.float64)
 
@@ -82,7 +82,7 @@ def finite_by_torch(patterns: np.ndarray, dtype: CacheDtype) -> np.ndarray:
 
 
 @EVERY_DTYPE
-def test_every_bit_pattern_is_finite_or_not_as_torch_says(dtype: CacheDtype) -> None:
+def test_every_bit_pattern_is_finite_or_not_as_torch_says(dtype):
     width = 8 * dtype.itemsize
     near = [around + step for around in (0, 1 << (width - 1)) for step in range(-2, 3)]
     near += [sign + dtype.infinity_bits + step for sign in (0, 1 << (width - 1)) for step in range(-2, 3)]
@@ -95,7 +95,7 @@ def test_every_bit_pattern_is_finite_or_not_as_torch_says(dtype: CacheDtype) -> 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: CacheDtype, bad: float) -> None:
+def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype, bad: float):
     states = torch.linspace(-100, 100, 60).reshape(6, 10).to(dtype.torch_dtype)
     assert all_finite(tensor_bits(states), dtype)
     for place in (0, 29, 59):
@@ -105,7 +105,7 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: CacheDt
 
 
 @EVERY_DTYPE
-def test_a_negative_nan_is_not_finite_and_the_largest_numbers_are(dtype: CacheDtype) -> None:
+def test_a_negative_nan_is_not_finite_and_the_largest_numbers_are(dtype):
     sign = 1 << (8 * dtype.itemsize - 1)
     assert not all_finite(np.array([sign | (dtype.infinity_bits + 1)], dtype.bits), dtype)
     assert not all_finite(np.array([dtype.fill_bits], dtype.bits), dtype)
@@ -114,5 +114,5 @@ def test_a_negative_nan_is_not_finite_and_the_largest_numbers_are(dtype: CacheDt
 
 
 @EVERY_DTYPE
-def test_no_values_are_all_finite(dtype: CacheDtype) -> None:
+def test_no_values_are_all_finite(dtype):
     assert all_finite(np.empty((0, 4), dtype.bits), dtype)

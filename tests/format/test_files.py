@@ -45,9 +45,7 @@ WRITES: dict[str, Callable[[LocalStorage, str], object]] = {
 
 @pytest.mark.parametrize("key", ["linked/c.0.0", "linked/new", "linked/deeper/c.1.0", "linked/newer/c.0"])
 @pytest.mark.parametrize("write", WRITES)
-def test_nothing_is_written_through_a_folder_that_is_a_link(
-    storage: LocalStorage, outside: Path, write: str, key: str
-) -> None:
+def test_nothing_is_written_through_a_folder_that_is_a_link(storage, outside, write, key: str):
     before = contents(outside)
     storage.root.joinpath("linked").symlink_to(outside)
     with pytest.raises(NotADirectoryError, match=r"store/linked is a link: nothing is written or removed through it"):
@@ -56,9 +54,7 @@ def test_nothing_is_written_through_a_folder_that_is_a_link(
 
 
 @pytest.mark.parametrize("write", ["put", "link", "delete"])
-def test_what_is_done_to_an_object_that_is_a_link_is_done_to_the_link(
-    storage: LocalStorage, outside: Path, write: str
-) -> None:
+def test_what_is_done_to_an_object_that_is_a_link_is_done_to_the_link(storage, outside, write: str):
     before = contents(outside)
     storage.path("a/linked").symlink_to(outside / "c.0.0")
     assert storage.read("a/linked") == b"precious"
@@ -67,7 +63,7 @@ def test_what_is_done_to_an_object_that_is_a_link_is_done_to_the_link(
     assert not storage.path("a/linked").is_symlink()
 
 
-def test_a_link_that_leads_nowhere_stands_in_the_way_and_is_removed(storage: LocalStorage, tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_stands_in_the_way_and_is_removed(storage, tmp_path):
     storage.path("a/dangling").symlink_to(tmp_path / "nothing")
     assert not storage.exists("a/dangling")
     with pytest.raises(FileExistsError):
@@ -77,7 +73,7 @@ def test_a_link_that_leads_nowhere_stands_in_the_way_and_is_removed(storage: Loc
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_file_outside_becomes_no_object_of_the_store(storage: LocalStorage, outside: Path) -> None:
+def test_a_file_outside_becomes_no_object_of_the_store(storage, outside):
     storage.path("a/linked").symlink_to(outside / "c.0.0")
     storage.root.joinpath("linked").symlink_to(outside)
     for source in ("a/linked", "linked/c.0.0"):
@@ -88,7 +84,7 @@ def test_a_file_outside_becomes_no_object_of_the_store(storage: LocalStorage, ou
         storage.delete("a/copy")
 
 
-def test_a_sweep_stays_in_the_store(storage: LocalStorage, outside: Path) -> None:
+def test_a_sweep_stays_in_the_store(storage, outside):
     before = contents(outside)
     storage.root.joinpath("linked").symlink_to(outside)
     storage.path("a/.c.0.0.tmp").symlink_to(outside / "c.0.0")
@@ -96,7 +92,7 @@ def test_a_sweep_stays_in_the_store(storage: LocalStorage, outside: Path) -> Non
     assert contents(outside) == before
 
 
-def test_only_empty_folders_of_the_store_are_removed(storage: LocalStorage, outside: Path) -> None:
+def test_only_empty_folders_of_the_store_are_removed(storage, outside):
     (outside / "empty").mkdir()
     storage.root.joinpath("linked").symlink_to(outside)
     storage.remove_empty_folders("linked/empty/c.0")
@@ -107,9 +103,7 @@ def test_only_empty_folders_of_the_store_are_removed(storage: LocalStorage, outs
     assert sorted(path.name for path in storage.root.iterdir()) == ["a", "linked"]
 
 
-def test_a_folder_that_becomes_a_link_while_an_object_is_written_is_not_followed(
-    storage: LocalStorage, outside: Path
-) -> None:
+def test_a_folder_that_becomes_a_link_while_an_object_is_written_is_not_followed(storage, outside: Path):
     before = contents(outside)
     writer = storage.create("a/c.0.0")
     writer.write(b"new")
@@ -120,7 +114,7 @@ def test_a_folder_that_becomes_a_link_while_an_object_is_written_is_not_followed
     assert contents(outside) == before
 
 
-def test_the_root_may_be_a_link(storage: LocalStorage, tmp_path: Path) -> None:
+def test_the_root_may_be_a_link(storage, tmp_path):
     (tmp_path / "link").symlink_to(storage.root)
     linked = LocalStorage(tmp_path / "link")
     linked.put("b/c", b"x")
@@ -131,7 +125,7 @@ def test_the_root_may_be_a_link(storage: LocalStorage, tmp_path: Path) -> None:
     half.abort()
 
 
-def test_errors_name_the_whole_path(storage: LocalStorage) -> None:
+def test_errors_name_the_whole_path(storage):
     (storage.root / "a" / "folder").mkdir()
     with pytest.raises(IsADirectoryError) as caught:
         storage.put("a/folder", b"x")
@@ -160,7 +154,7 @@ def a_loop(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_fifo, a_socket, a_device, a_loop, Path.mkdir])
-def test_what_is_no_regular_file_is_refused_at_once(storage: LocalStorage, make: Callable[[Path], None]) -> None:
+def test_what_is_no_regular_file_is_refused_at_once(storage, make):
     make(storage.path("a/odd"))
     reads: list[Callable[[str], object]] = [storage.open, storage.read]
     for read in reads:
@@ -170,25 +164,25 @@ def test_what_is_no_regular_file_is_refused_at_once(storage: LocalStorage, make:
     assert storage.list("a") == ["own"]
 
 
-def test_what_is_no_regular_file_is_replaced(storage: LocalStorage) -> None:
+def test_what_is_no_regular_file_is_replaced(storage):
     a_fifo(storage.path("a/odd"))
     storage.put("a/odd", b"x")
     assert storage.read("a/odd") == b"x"
 
 
-def test_a_file_that_is_much_too_large_is_refused_unread(storage: LocalStorage) -> None:
+def test_a_file_that_is_much_too_large_is_refused_unread(storage):
     with storage.path("a/large").open("wb") as file:
         file.truncate(5 << 30)
     with pytest.raises(DamagedStoreError, match=f"object a/large has {5 << 30} bytes, expected at most"):
         storage.read("a/large")
 
 
-def test_a_folder_of_links_to_links_to_itself_is_empty(storage: LocalStorage) -> None:
+def test_a_folder_of_links_to_links_to_itself_is_empty(storage):
     a_loop(storage.root / "loop")
     assert storage.list("loop") == []
 
 
-def test_no_descriptor_is_left_open(storage: LocalStorage, outside: Path) -> None:
+def test_no_descriptor_is_left_open(storage, outside):
     storage.root.joinpath("linked").symlink_to(outside)
     a_fifo(storage.path("a/odd"))
     before = len(list(Path("/proc/self/fd").iterdir()))

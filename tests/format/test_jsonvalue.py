@@ -9,38 +9,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.jsonvalue import MOST_NESTED, JsonFields, JsonValue, canonical_json, json_digest, parse_json
+from dspark_store.format.jsonvalue import MOST_NESTED, JsonFields, canonical_json, json_digest, parse_json
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
 @given(VALUES)
-def test_the_canonical_text_is_json_of_the_value(value: JsonValue) -> None:
+def test_the_canonical_text_is_json_of_the_value(value):
     assert json.loads(canonical_json(value)) == value
 
 
 @given(st.dictionaries(st.text(), st.integers()))
-def test_the_order_of_keys_does_not_matter(value: dict[str, int]) -> None:
+def test_the_order_of_keys_does_not_matter(value: dict[str, int]):
     assert canonical_json(dict(reversed(value.items()))) == canonical_json(value)
 
 
-def test_the_canonical_text_is_pinned() -> None:
+def test_the_canonical_text_is_pinned():
     assert canonical_json({"b": [1, None, True, 1.5], "a": "ü"}) == '{"a":"ü","b":[1,null,true,1.5]}'.encode()
 
 
-def test_the_digest_is_blake2b_over_the_canonical_text() -> None:
+def test_the_digest_is_blake2b_over_the_canonical_text():
     assert json_digest({"a": 1}) == hashlib.blake2b(b'{"a":1}', digest_size=16).hexdigest()
     assert len(json_digest({}, size=8)) == 16
 
 
-def test_nan_is_refused() -> None:
+def test_nan_is_refused():
     with pytest.raises(ValueError, match="JSON compliant"):
         canonical_json(float("nan"))
 
 
 @given(VALUES)
-def test_what_was_written_is_parsed_as_it_was(value: JsonValue) -> None:
+def test_what_was_written_is_parsed_as_it_was(value):
     assert parse_json(canonical_json(value)) == value
 
 
@@ -65,19 +65,19 @@ def test_what_was_written_is_parsed_as_it_was(value: JsonValue) -> None:
         (b"1 2", "Extra data"),
     ],
 )
-def test_what_no_writer_writes_is_no_json(text: bytes, why: str) -> None:
+def test_what_no_writer_writes_is_no_json(text, why: str):
     with pytest.raises(ValueError, match=why):
         parse_json(text)
 
 
-def test_nesting_is_allowed_up_to_the_bound() -> None:
+def test_nesting_is_allowed_up_to_the_bound():
     assert parse_json(b"[" * MOST_NESTED + b"]" * MOST_NESTED)
 
 
 FIELDS = JsonFields({"n": 3, "b": True, "t": "x", "list": [1, 2], "names": ["a"], "table": {}, "nothing": None}, "it")
 
 
-def test_fields_of_the_right_type_are_given() -> None:
+def test_fields_of_the_right_type_are_given():
     assert (FIELDS.count("n"), FIELDS.flag("b"), FIELDS.text("t")) == (3, True, "x")
     assert (FIELDS.counts("list"), FIELDS.texts("names"), FIELDS.table("table")) == ((1, 2), ("a",), {})
     assert FIELDS.has("n")
@@ -104,6 +104,6 @@ def test_fields_of_the_right_type_are_given() -> None:
         (lambda: JsonFields.of([], "it"), "it: it is list, expected an object"),
     ],
 )
-def test_a_field_of_another_type_is_damage_and_named(read: Callable[[], object], message: str) -> None:
+def test_a_field_of_another_type_is_damage_and_named(read: Callable[[], object], message):
     with pytest.raises(DamagedStoreError, match=message):
         read()

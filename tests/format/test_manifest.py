@@ -31,11 +31,11 @@ RECORD = StoreRecord(
 )
 
 
-def test_equal_manifests_do_not_differ() -> None:
+def test_equal_manifests_do_not_differ():
     assert mismatch_fields({"dtype": "bf16"}, {"dtype": "bf16"}) == []
 
 
-def test_fields_that_differ_are_named_in_order() -> None:
+def test_fields_that_differ_are_named_in_order():
     assert mismatch_fields({"dtype": "bf16", "a": 1, "same": 0}, {"dtype": "fp16", "b": 2, "same": 0}) == [
         "a",
         "b",
@@ -43,7 +43,7 @@ def test_fields_that_differ_are_named_in_order() -> None:
     ]
 
 
-def test_a_missing_field_equals_null() -> None:
+def test_a_missing_field_equals_null():
     assert mismatch_fields({"train_split": None}, {}) == []
 
 
@@ -51,43 +51,43 @@ DIGESTS: dict[str, JsonValue] = {"source": {"type": "chat"}, "target_weights": "
 
 
 @pytest.mark.parametrize("field", ["format_version", "complete", "target_model", "train_data_path", "target_revision"])
-def test_bookkeeping_paths_and_names_are_not_compared_beside_digests(field: str) -> None:
+def test_bookkeeping_paths_and_names_are_not_compared_beside_digests(field):
     assert mismatch_fields({**DIGESTS, field: "one"}, {**DIGESTS, field: "other"}) == []
     assert mismatch_fields({**DIGESTS, field: "one"}, {field: "other"}) == ["source", "target_weights"]
     assert identity_digest({field: "one", "dtype": "bf16"}) == identity_digest({"dtype": "bf16"})
 
 
 @pytest.mark.parametrize(("field", "digest"), [("target_model", "target_weights"), ("train_data_path", "source")])
-def test_a_path_or_a_name_is_compared_where_no_digest_tells_the_content(field: str, digest: str) -> None:
+def test_a_path_or_a_name_is_compared_where_no_digest_tells_the_content(field, digest):
     others = {name: value for name, value in DIGESTS.items() if name != digest}
     assert mismatch_fields({**others, field: "one"}, {**others, field: "other"}) == [field]
     assert mismatch_fields({field: "one"}, {}) == [field]
 
 
-def test_fields_to_ignore_are_not_compared() -> None:
+def test_fields_to_ignore_are_not_compared():
     assert mismatch_fields({"num_samples": 3}, {"num_samples": 4}, ignore=frozenset({"num_samples"})) == []
 
 
-def test_the_number_of_samples_is_no_part_of_the_identity() -> None:
+def test_the_number_of_samples_is_no_part_of_the_identity():
     assert identity_digest({"num_samples": 3}) == identity_digest({"num_samples": 4}) == identity_digest({})
 
 
-def test_another_value_is_another_identity() -> None:
+def test_another_value_is_another_identity():
     assert identity_digest({"dtype": "bf16"}) != identity_digest({"dtype": "fp16"})
     assert len(identity_digest({})) == 32
 
 
-def test_a_record_comes_back_from_its_attributes() -> None:
+def test_a_record_comes_back_from_its_attributes():
     assert parse_record(RECORD.attributes(), "here") == RECORD
 
 
-def test_a_store_counts_as_complete_in_its_last_phase_only() -> None:
+def test_a_store_counts_as_complete_in_its_last_phase_only():
     assert not RECORD.complete
     assert replace(RECORD, phase="complete").complete
 
 
 @pytest.mark.parametrize("version", [999, 0, None, "1"])
-def test_another_format_version_is_refused_with_both_numbers(version: JsonValue) -> None:
+def test_another_format_version_is_refused_with_both_numbers(version):
     attributes = {**RECORD.attributes(), "format_version": version}
     with pytest.raises(ValueError, match=f"format_version {version!r}, this version of dspark-store reads 1"):
         parse_record(attributes, "here")
@@ -96,7 +96,7 @@ def test_another_format_version_is_refused_with_both_numbers(version: JsonValue)
 @pytest.mark.parametrize(
     "field", [name for name in RECORD.attributes() if name not in ("format_version", "complete", "semantics")]
 )
-def test_a_missing_attribute_is_damage(field: str) -> None:
+def test_a_missing_attribute_is_damage(field):
     attributes = {name: value for name, value in RECORD.attributes().items() if name != field}
     with pytest.raises(
         DamagedStoreError, match=f"the store at here is malformed: attributes: field '{field}' is missing"
@@ -105,7 +105,7 @@ def test_a_missing_attribute_is_damage(field: str) -> None:
 
 
 @pytest.mark.parametrize("version", [True, 1.0])
-def test_what_only_equals_the_format_version_is_another(version: JsonValue) -> None:
+def test_what_only_equals_the_format_version_is_another(version):
     with pytest.raises(ValueError, match="format_version"):
         parse_record({**RECORD.attributes(), "format_version": version}, "here")
 
@@ -157,13 +157,13 @@ WRONG: list[tuple[str, JsonValue]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG)
-def test_a_value_of_a_wrong_type_is_damage_in_one_line(field: str, value: JsonValue) -> None:
+def test_a_value_of_a_wrong_type_is_damage_in_one_line(field, value):
     with pytest.raises(DamagedStoreError, match="the store at here is malformed: ") as caught:
         parse_record({**RECORD.attributes(), field: value}, "here")
     assert "\n" not in str(caught.value)
 
 
-def test_the_seal_follows_every_attribute_and_every_node() -> None:
+def test_the_seal_follows_every_attribute_and_every_node():
     attributes, nodes = RECORD.attributes(), {"index": {"node_type": "group"}}
     seal = seal_digest(attributes, nodes)
     assert seal_digest({**attributes, "seal": "any"}, nodes) == seal

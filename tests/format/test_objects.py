@@ -38,17 +38,17 @@ def opened(storage: LocalStorage, expected: Expected = EXPECTED) -> StoredObject
     return open_object(storage, KEY, ShardGrid(2, 2, 1, 1), expected)
 
 
-def test_the_expected_object_opens(storage: LocalStorage, record: ObjectRecord) -> None:
+def test_the_expected_object_opens(storage, record):
     out = np.zeros_like(CHUNK)
     opened(storage, replace(EXPECTED, record=record)).decode(0, CHAIN, out)
     assert np.array_equal(out, CHUNK)
 
 
-def test_a_shared_object_opens_in_both_its_places(storage: LocalStorage, record: ObjectRecord) -> None:
+def test_a_shared_object_opens_in_both_its_places(storage, record):
     opened(storage, replace(EXPECTED, place=TWIN, record=record))
 
 
-def test_a_missing_object_is_named(storage: LocalStorage) -> None:
+def test_a_missing_object_is_named(storage):
     with pytest.raises(DamagedStoreError, match=rf"object {KEY} is missing from {re.escape(str(storage))}"):
         opened(storage)
 
@@ -63,19 +63,17 @@ def test_a_missing_object_is_named(storage: LocalStorage) -> None:
         (replace(EXPECTED, record=ObjectRecord(1, 2)), "is not the one in the ledger"),
     ],
 )
-def test_an_unexpected_object_is_named_with_the_reason(
-    storage: LocalStorage, record: ObjectRecord, expected: Expected, message: str
-) -> None:
+def test_an_unexpected_object_is_named_with_the_reason(storage, record, expected, message: str):
     with pytest.raises(DamagedStoreError, match=f"object {KEY} {message}"):
         opened(storage, expected)
 
 
-def test_an_absent_chunk_is_named(storage: LocalStorage, record: ObjectRecord) -> None:
+def test_an_absent_chunk_is_named(storage, record):
     with pytest.raises(DamagedStoreError, match=f"object {KEY} lacks the chunk in slot 1"):
         opened(storage).decode(1, CHAIN, np.zeros_like(CHUNK))
 
 
-def test_an_altered_chunk_is_named(storage: LocalStorage, record: ObjectRecord) -> None:
+def test_an_altered_chunk_is_named(storage, record):
     stored = bytearray(storage.read(KEY))
     stored[3] ^= 4
     storage.put(KEY, bytes(stored))
@@ -83,7 +81,7 @@ def test_an_altered_chunk_is_named(storage: LocalStorage, record: ObjectRecord) 
         opened(storage).decode(0, CHAIN, np.zeros_like(CHUNK))
 
 
-def test_an_object_cut_while_it_is_open_is_named(storage: LocalStorage, record: ObjectRecord) -> None:
+def test_an_object_cut_while_it_is_open_is_named(storage, record):
     stored = opened(storage)
     with storage.path(KEY).open("r+b") as file:
         file.truncate(5)

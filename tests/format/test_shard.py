@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dspark_store.format.codecs import EncodedChunk, plain_chain
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.jsonvalue import JsonValue, canonical_json
+from dspark_store.format.jsonvalue import canonical_json
 from dspark_store.format.shard import ObjectLabel, ObjectRecord, ObjectTail, Place, ShardWriter, parse_label, read_tail
 
 SLOTS = 6
@@ -85,20 +85,20 @@ def tail_of(data: bytes) -> ObjectTail:
     return read_tail(Memory(data), grid_of(SLOTS))
 
 
-def test_chunks_are_stored_in_the_order_they_come() -> None:
+def test_chunks_are_stored_in_the_order_they_come():
     memory, _ = write()
     stored = b"".join(bytes(chunk(slot).payload) + chunk(slot).crc_bytes() for slot in ORDER)
     assert memory.data.startswith(stored)
 
 
-def test_a_chunk_is_written_when_it_comes() -> None:
+def test_a_chunk_is_written_when_it_comes():
     memory = Memory()
     ShardWriter(memory, SLOTS).append(2, chunk(2))
     assert len(memory.data) == chunk(2).nbytes
     assert not memory.committed
 
 
-def test_the_index_is_zarrs() -> None:
+def test_the_index_is_zarrs():
     memory, _ = write()
     index = memory.data[-16 * SLOTS - 4 : -4]
     entries = list(struct.iter_unpack("<QQ", index))
@@ -109,7 +109,7 @@ def test_the_index_is_zarrs() -> None:
 
 
 @given(st.permutations(range(SLOTS)), st.integers(0, SLOTS))
-def test_the_tail_says_what_was_written(order: list[int], count: int) -> None:
+def test_the_tail_says_what_was_written(order, count):
     memory, record = write(order[:count])
     tail = tail_of(memory.data)
     assert (tail.label, tail.record) == (LABEL, record)
@@ -120,28 +120,28 @@ def test_the_tail_says_what_was_written(order: list[int], count: int) -> None:
         plain_chain(1).check(memoryview(stored), tail.crcs.item(slot, 0))
 
 
-def test_a_long_label_needs_a_second_read_and_comes_back() -> None:
+def test_a_long_label_needs_a_second_read_and_comes_back():
     label = ObjectLabel("a-store", (PLACE, PLACE), 5000, "t", tuple(range(5000)))
     memory, record = write(label=label)
     tail = tail_of(memory.data)
     assert (tail.label, tail.record) == (label, record)
 
 
-def test_the_record_is_the_objects_size_and_a_digest_that_follows_it() -> None:
+def test_the_record_is_the_objects_size_and_a_digest_that_follows_it():
     memory, record = write()
     assert record.nbytes == len(memory.data)
     assert write()[1] == record
     assert write(order=(0, 3, 4))[1].digest != record.digest
 
 
-def test_a_slot_is_written_once() -> None:
+def test_a_slot_is_written_once():
     writer = ShardWriter(Memory(), SLOTS)
     writer.append(2, chunk(2))
     with pytest.raises(ValueError, match="slot 2 was written already"):
         writer.append(2, chunk(2))
 
 
-def test_finishing_commits_and_aborting_does_not() -> None:
+def test_finishing_commits_and_aborting_does_not():
     memory, _ = write()
     assert (memory.committed, memory.aborted) == (True, False)
     dropped = Memory()
@@ -149,21 +149,21 @@ def test_finishing_commits_and_aborting_does_not() -> None:
     assert (dropped.committed, dropped.aborted) == (False, True)
 
 
-def test_a_cut_anywhere_is_damage() -> None:
+def test_a_cut_anywhere_is_damage():
     memory, _ = write()
     for cut in range(len(memory.data)):
         with pytest.raises(DamagedStoreError):
             tail_of(memory.data[:cut])
 
 
-def test_bytes_before_or_behind_are_damage() -> None:
+def test_bytes_before_or_behind_are_damage():
     memory, _ = write()
     for data in (b"x" + memory.data, memory.data + b"x", memory.data + b"\0" * 100):
         with pytest.raises(DamagedStoreError):
             tail_of(data)
 
 
-def test_a_flip_in_the_tail_is_damage_or_another_record() -> None:
+def test_a_flip_in_the_tail_is_damage_or_another_record():
     memory, record = write()
     first = sum(chunk(slot).nbytes for slot in ORDER)
     for place in range(first, len(memory.data)):
@@ -176,14 +176,14 @@ def test_a_flip_in_the_tail_is_damage_or_another_record() -> None:
                 continue
 
 
-def test_another_number_of_slots_is_damage() -> None:
+def test_another_number_of_slots_is_damage():
     memory, _ = write()
     for slots in (SLOTS - 1, SLOTS + 1, 2 * SLOTS):
         with pytest.raises(DamagedStoreError):
             read_tail(Memory(memory.data), grid_of(slots))
 
 
-def test_a_wrong_magic_is_a_missing_trailer() -> None:
+def test_a_wrong_magic_is_a_missing_trailer():
     memory, _ = write()
     assert memory.data.count(b"DSPKTRLR") == 2
     end = memory.data.rindex(b"DSPKTRLR")
@@ -193,13 +193,13 @@ def test_a_wrong_magic_is_a_missing_trailer() -> None:
         tail_of(memory.data.replace(b"DSPKTRLR", b"XSPKTRLR", 1))
 
 
-def test_a_wrong_index_checksum_is_named() -> None:
+def test_a_wrong_index_checksum_is_named():
     memory, _ = write()
     with pytest.raises(DamagedStoreError, match="shard index checksum is wrong"):
         tail_of(memory.data[:-1] + bytes([memory.data[-1] ^ 1]))
 
 
-def test_an_index_that_does_not_cover_the_data_is_named() -> None:
+def test_an_index_that_does_not_cover_the_data_is_named():
     memory, _ = write()
     index = bytearray(memory.data[-16 * SLOTS - 4 : -4])
     struct.pack_into("<QQ", index, 16 * 3, 2**64 - 1, 2**64 - 1)
@@ -209,25 +209,25 @@ def test_an_index_that_does_not_cover_the_data_is_named() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 23 + 4 * SLOTS, 2**31])
-def test_a_trailer_that_cannot_be_so_long_is_named(length: int) -> None:
+def test_a_trailer_that_cannot_be_so_long_is_named(length):
     memory, _ = write()
     end = len(memory.data) - 16 * SLOTS - 4 - 12
     with pytest.raises(DamagedStoreError, match=f"cannot have {length}"):
         tail_of(memory.data[:end] + struct.pack("<I", length) + memory.data[end + 4 :])
 
 
-def test_an_empty_object_is_too_short() -> None:
+def test_an_empty_object_is_too_short():
     with pytest.raises(DamagedStoreError, match="object of 0 bytes is too short for its index of 6 chunks"):
         tail_of(b"")
 
 
-def test_another_trailer_version_is_named() -> None:
+def test_another_trailer_version_is_named():
     with pytest.raises(DamagedStoreError, match="trailer version 2 is unknown, expected 1"):
         parse_label(canonical_json({"version": 2}))
 
 
 @pytest.mark.parametrize("header", [b"", b"{", b"[]", b"\xff", b'{"version":1}', b'{"version":1,"places":[1]}'])
-def test_a_malformed_header_is_damage(header: bytes) -> None:
+def test_a_malformed_header_is_damage(header):
     with pytest.raises(DamagedStoreError, match="malformed"):
         parse_label(header)
 
@@ -263,7 +263,7 @@ LABELS = st.builds(
         {"places": [{"column": "a", "slot": 0, "layer_id": None, "shard": "0"}]},
     ],
 )
-def test_a_header_with_a_value_of_another_type_or_range_is_damage(field: dict[str, JsonValue]) -> None:
+def test_a_header_with_a_value_of_another_type_or_range_is_damage(field):
     with pytest.raises(DamagedStoreError, match="malformed"):
         parse_label(canonical_json({**json.loads(LABEL.header()), **field}))
 
@@ -279,7 +279,7 @@ def index_of(*ranges: tuple[int, int]) -> bytes:
 DATA_BYTES = sum(slot + 5 for slot in ORDER)
 
 
-def test_ranges_that_cover_the_data_are_accepted_in_any_order() -> None:
+def test_ranges_that_cover_the_data_are_accepted_in_any_order():
     tail = tail_of(index_of((8, DATA_BYTES - 8), (0, 8)))
     assert tail.bounds.tolist() == [[8, DATA_BYTES], [0, 8], *[[0, 0]] * 4]
 
@@ -298,7 +298,7 @@ def test_ranges_that_cover_the_data_are_accepted_in_any_order() -> None:
         [(0, DATA_BYTES), (2**64 - 1, 7)],
     ],
 )
-def test_ranges_that_wrap_overlap_or_leave_bytes_out_are_damage(ranges: list[tuple[int, int]]) -> None:
+def test_ranges_that_wrap_overlap_or_leave_bytes_out_are_damage(ranges):
     with pytest.raises(DamagedStoreError, match="does not cover"):
         tail_of(index_of(*ranges))
 
@@ -306,7 +306,7 @@ def test_ranges_that_wrap_overlap_or_leave_bytes_out_are_damage(ranges: list[tup
 NUMBERS = (0, 1, 3, 4, 5, 7, 8, DATA_BYTES - 1, DATA_BYTES, DATA_BYTES + 1, 2**31, 2**32, 2**63, 2**64 - 8, 2**64 - 1)
 
 
-def test_whatever_a_tail_says_no_range_of_it_leaves_the_data() -> None:
+def test_whatever_a_tail_says_no_range_of_it_leaves_the_data():
     rng, accepted = random.Random(1), 0
     begin, end = DATA_BYTES, -16 * SLOTS - 4
     memory, _ = write()
@@ -330,7 +330,7 @@ def test_whatever_a_tail_says_no_range_of_it_leaves_the_data() -> None:
 
 
 @given(LABELS)
-def test_a_label_comes_back(label: ObjectLabel) -> None:
+def test_a_label_comes_back(label):
     assert parse_label(label.header()) == label
 
 
@@ -345,6 +345,6 @@ def test_a_label_comes_back(label: ObjectLabel) -> None:
         (Place("d", 1, 5, 2), False),
     ],
 )
-def test_a_place_accepts_itself_and_its_layer_unnamed(recorded: Place, accepted: bool) -> None:
+def test_a_place_accepts_itself_and_its_layer_unnamed(recorded, accepted):
     assert Place("c", 1, 5, 2).accepts(recorded) is accepted
     assert Place("c", 1, None, 2).accepts(Place("c", 1, 5, 2))

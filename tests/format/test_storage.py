@@ -7,9 +7,7 @@ import pickle
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Buffer, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,43 +72,39 @@ def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(os, "link", link)
 
 
-def test_an_object_is_synced_before_it_is_named_and_its_directory_after(
-    storage: LocalStorage, calls: list[str]
-) -> None:
+def test_an_object_is_synced_before_it_is_named_and_its_directory_after(storage, calls: list[str]):
     storage.root.mkdir()
     storage.put("a", b"x")
     assert calls[:3] == ["sync temporary", "rename a", "sync directory store"]
 
 
-def test_a_new_row_is_synced_before_it_is_linked_and_its_directory_last(
-    storage: LocalStorage, calls: list[str]
-) -> None:
+def test_a_new_row_is_synced_before_it_is_linked_and_its_directory_last(storage, calls: list[str]):
     storage.root.mkdir()
     storage.put_new("a", b"x")
     assert calls == ["sync temporary", "link a", "unlink temporary", "sync directory store"]
 
 
-def test_new_directories_are_synced_in_the_one_above_them(storage: LocalStorage, calls: list[str]) -> None:
+def test_new_directories_are_synced_in_the_one_above_them(storage, calls):
     storage.root.mkdir()
     storage.create("one/two/a").abort()
     assert calls[:2] == ["sync directory store", "sync directory one"]
 
 
-def test_a_link_is_put_in_place_whole(storage: LocalStorage, calls: list[str]) -> None:
+def test_a_link_is_put_in_place_whole(storage, calls):
     storage.put("a", b"x")
     calls.clear()
     storage.link("a", "b")
     assert without_unlinks(calls) == ["link temporary", "rename b", "sync directory store"]
 
 
-def test_a_deletion_is_durable(storage: LocalStorage, calls: list[str]) -> None:
+def test_a_deletion_is_durable(storage, calls):
     storage.put("a", b"x")
     calls.clear()
     storage.delete("a")
     assert calls == ["unlink a", "sync directory store"]
 
 
-def test_temporary_files_stand_beside_their_object_and_no_listing_shows_them(storage: LocalStorage) -> None:
+def test_temporary_files_stand_beside_their_object_and_no_listing_shows_them(storage):
     writer = storage.create("d/a")
     (temporary,) = storage.temporaries()
     assert temporary.parent == storage.path("d")
@@ -119,7 +113,7 @@ def test_temporary_files_stand_beside_their_object_and_no_listing_shows_them(sto
     assert list(storage.temporaries()) == []
 
 
-def test_a_failed_sync_leaves_no_object(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_leaves_no_object(storage, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -131,16 +125,14 @@ def test_a_failed_sync_leaves_no_object(storage: LocalStorage, monkeypatch: pyte
     assert list(storage.temporaries()) == []
 
 
-def test_a_link_shares_the_inode(storage: LocalStorage) -> None:
+def test_a_link_shares_the_inode(storage):
     storage.put("a", b"x")
     storage.link("a", "b/c")
     assert storage.path("a").stat().st_ino == storage.path("b/c").stat().st_ino
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK])
-def test_where_links_do_not_exist_a_link_is_a_synced_copy(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, calls: list[str], code: int
-) -> None:
+def test_where_links_do_not_exist_a_link_is_a_synced_copy(storage, monkeypatch, calls, code: int):
     storage.put("a", b"x")
     calls.clear()
     refuse_links(monkeypatch, code)
@@ -150,9 +142,7 @@ def test_where_links_do_not_exist_a_link_is_a_synced_copy(
     assert without_unlinks(calls) == ["sync temporary", "rename b", "sync directory store"]
 
 
-def test_where_links_do_not_exist_a_new_row_still_never_replaces(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_links_do_not_exist_a_new_row_still_never_replaces(storage, monkeypatch: pytest.MonkeyPatch):
     refuse_links(monkeypatch, errno.EPERM)
     storage.put_new("a", b"first")
     with pytest.raises(FileExistsError):
@@ -161,7 +151,7 @@ def test_where_links_do_not_exist_a_new_row_still_never_replaces(
     assert list(storage.temporaries()) == []
 
 
-def test_a_link_that_fails_for_another_reason_fails(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_fails_for_another_reason_fails(storage, monkeypatch):
     storage.put("a", b"x")
     refuse_links(monkeypatch, errno.EACCES)
     with pytest.raises(PermissionError):
@@ -169,7 +159,7 @@ def test_a_link_that_fails_for_another_reason_fails(storage: LocalStorage, monke
     assert storage.list("") == ["a"]
 
 
-def test_reads_go_on_after_short_counts(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_go_on_after_short_counts(storage, monkeypatch):
     storage.put("a", bytes(range(50)))
     pread, preadv = os.pread, os.preadv
     monkeypatch.setattr(os, "pread", lambda descriptor, length, offset: pread(descriptor, min(length, 7), offset))
@@ -181,9 +171,7 @@ def test_reads_go_on_after_short_counts(storage: LocalStorage, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7])
-def test_a_vectored_read_goes_on_where_the_kernel_cut_it_short(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_a_vectored_read_goes_on_where_the_kernel_cut_it_short(storage, monkeypatch, limit: int):
     storage.put("a", b"0123456789")
     preadv = os.preadv
 
@@ -201,17 +189,17 @@ def test_a_vectored_read_goes_on_where_the_kernel_cut_it_short(
     assert buffers == [b"123", b"4", b"5678"]
 
 
-def test_free_space_is_that_of_the_disk_before_the_store_exists(storage: LocalStorage, tmp_path: Path) -> None:
+def test_free_space_is_that_of_the_disk_before_the_store_exists(storage, tmp_path):
     assert abs(storage.free_bytes() - shutil.disk_usage(tmp_path).free) < 1 << 30
 
 
-def test_the_clock_is_the_file_systems(storage: LocalStorage) -> None:
+def test_the_clock_is_the_file_systems(storage):
     storage.put("a", b"x")
     assert abs(storage.now() - storage.path("a").stat().st_mtime) < 60
     assert list(storage.temporaries()) == []
 
 
-def test_a_storage_travels_as_its_path(storage: LocalStorage) -> None:
+def test_a_storage_travels_as_its_path(storage):
     storage.put("a", b"x")
     assert pickle.loads(pickle.dumps(storage)).read("a") == b"x"
 
@@ -220,7 +208,7 @@ def parts_of(data: bytes, size: int) -> list[bytes]:
     return [data[first : first + size] for first in range(0, len(data), size)]
 
 
-def test_more_parts_than_one_system_call_takes_are_written_in_order(storage: LocalStorage) -> None:
+def test_more_parts_than_one_system_call_takes_are_written_in_order(storage):
     data = os.urandom(5000)
     writer = storage.create("a")
     writer.write(*parts_of(data, 2))
@@ -230,7 +218,7 @@ def test_more_parts_than_one_system_call_takes_are_written_in_order(storage: Loc
     assert storage.read("a") == data + b"the end"
 
 
-def test_parts_of_any_shape_are_written_as_their_bytes(storage: LocalStorage) -> None:
+def test_parts_of_any_shape_are_written_as_their_bytes(storage):
     array = np.arange(12, dtype="<u2").reshape(3, 4)
     writer = storage.create("a")
     writer.write(array, memoryview(array), bytearray(b"x"))
@@ -239,9 +227,7 @@ def test_parts_of_any_shape_are_written_as_their_bytes(storage: LocalStorage) ->
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 7])
-def test_a_write_goes_on_where_the_kernel_cut_it_short(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_a_write_goes_on_where_the_kernel_cut_it_short(storage, monkeypatch, limit: int):
     writev = os.writev
 
     def short(descriptor: int, views: list[memoryview]) -> int:
@@ -260,9 +246,7 @@ def test_a_write_goes_on_where_the_kernel_cut_it_short(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_that_is_full_in_the_midst_of_a_write_is_told(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_disk_that_is_full_in_the_midst_of_a_write_is_told(storage, monkeypatch, code: int):
     writev, counts = os.writev, iter([3, -1])
 
     def fill(descriptor: int, views: list[memoryview]) -> int:
@@ -290,9 +274,7 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
-def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
-    storage: LocalStorage, advice: list[tuple[int, int]]
-) -> None:
+def test_the_disk_begins_with_every_few_bytes_once_and_in_order(storage, advice: list[tuple[int, int]]):
     writer = LocalObjectWriter(storage.root, "a")
     for count in (4, 5, 3, 25, 9, 1):
         writer.write(bytes(count))
@@ -300,19 +282,7 @@ def test_the_disk_begins_with_every_few_bytes_once_and_in_order(
     assert advice == [(0, 12), (12, 25), (37, 10)]
 
 
-def test_writing_behind_changes_no_byte(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(100_000)
-    monkeypatch.setattr(files_module, "_WRITE_BEHIND", 1000)
-    writer = LocalObjectWriter(storage.root, "a")
-    for part in parts_of(data, 777):
-        writer.write(part)
-    writer.commit()
-    assert storage.read("a") == data
-
-
-def test_a_file_system_that_takes_no_advice_is_written_all_the_same(
-    storage: LocalStorage, advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_takes_no_advice_is_written_all_the_same(storage, advice, monkeypatch: pytest.MonkeyPatch):
     def refuse(*arguments: int) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -331,9 +301,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, 3 * mmap.PAGESIZE + 7])
-def test_a_large_object_holds_its_parts_wherever_its_buffer_was_full(
-    storage: LocalStorage, staged: int, more: int
-) -> None:
+def test_a_large_object_holds_its_parts_wherever_its_buffer_was_full(storage, staged, more: int):
     data = os.urandom(2 * staged + more)
     writer = storage.create("a")
     writer.write(*parts_of(data, 1000))
@@ -342,8 +310,8 @@ def test_a_large_object_holds_its_parts_wherever_its_buffer_was_full(
 
 
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(
-    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage, staged, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(descriptor: int, *, wanted: bool) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -356,8 +324,8 @@ def test_a_file_system_without_direct_writes_is_written_through_the_cache(
 
 
 def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_cache(
-    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage, staged, monkeypatch: pytest.MonkeyPatch
+):
     write, refused, state = os.write, [], {"direct": False}
 
     def refuse(descriptor: int, view: memoryview) -> int:
@@ -378,8 +346,8 @@ def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_ca
 
 
 def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cache(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    storage, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[bool] = []
 
     def no_memory(*arguments: int) -> None:
@@ -395,9 +363,7 @@ def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cac
     assert asked == []
 
 
-def test_a_full_disk_is_told_by_a_large_object_too(
-    storage: LocalStorage, staged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_by_a_large_object_too(storage, staged, monkeypatch: pytest.MonkeyPatch):
     def full(descriptor: int, view: memoryview) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -410,27 +376,7 @@ def test_a_full_disk_is_told_by_a_large_object_too(
     assert list(storage.temporaries()) == []
 
 
-def test_an_object_that_is_replaced_again_and_again_is_linked(storage: LocalStorage) -> None:
-    """The kernel says at times that there is no file, when one was renamed over another as it was linked."""
-    storage.put("a", b"same")
-    ended = threading.Event()
-
-    def replace() -> None:
-        while not ended.is_set():
-            (storage.root / "new").write_bytes(b"same")
-            (storage.root / "new").replace(storage.root / "a")
-
-    with ThreadPoolExecutor(1) as pool:
-        replacing = pool.submit(replace)
-        try:
-            for number in range(300):
-                storage.link("a", f"b{number}")
-        finally:
-            ended.set()
-        replacing.result()
-
-
-def test_a_link_that_fails_for_a_moment_is_tried_again(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_fails_for_a_moment_is_tried_again(storage, monkeypatch):
     storage.put("a", b"content")
     real, failures = os.link, iter([True, True])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dspark_store.format.files import sync_path
 from dspark_store.train import main
 from dspark_store.training import checkpoint as checkpoint_module
 from dspark_store.training.checkpoint import (
@@ -309,7 +310,7 @@ def test_a_save_that_fails_at_any_step_leaves_what_was_there_and_nothing_else(
     """A save makes seven things durable: the folder above, four files, their folder, and its name, when it is there."""
     directory = tmp_path / "run"
     with monkeypatch.context() as patch:
-        Full(patch, checkpoint_module._sync, calls, error)
+        Full(patch, sync_path, calls, error)
         code = main(flags(directory, "--store", store, *FOUR))
     assert code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     if error is FULL:

@@ -89,7 +89,7 @@ def test_a_checkpoint_that_was_being_written_when_the_lock_was_lost_does_not_app
     def lose(*given):
         (directory / LOCK_KEY).unlink(missing_ok=True)
 
-    monkeypatch.setattr("dspark_store.training.checkpoint._sync", lose)
+    monkeypatch.setattr("dspark_store.training.checkpoint.sync_path", lose)
     assert main(flags(directory, "--store", store, "--max-steps", 2)) == 3
     assert list((directory / "checkpoints").iterdir()) == []
 

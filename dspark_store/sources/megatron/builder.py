@@ -13,7 +13,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from dspark_store.format.files import sync_directory
+from dspark_store.format.files import sync_path
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair
 from dspark_store.sources.megatron.pair_index import (
     BOUNDARY,
@@ -168,7 +168,7 @@ class PairBuilder:
                     raise FileExistsError(f"{path} appeared while the pair was built; it was left as it is")
             self._work_bin.rename(self.paths.bin)
             work_idx.rename(self.paths.idx)
-            sync_directory(self.paths.prefix.parent)
+            sync_path(self.paths.prefix.parent)
         finally:
             work_idx.unlink(missing_ok=True)
             self._work_bin.unlink(missing_ok=True)
