@@ -388,3 +388,13 @@ def test_a_link_that_fails_for_a_moment_is_tried_again(storage, monkeypatch):
     monkeypatch.setattr(os, "link", link)
     storage.link("a", "b")
     assert storage.read("b") == b"content"
+
+
+def test_writing_behind_changes_no_byte(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(100_000)
+    monkeypatch.setattr(files_module, "_WRITE_BEHIND", 1000)
+    writer = LocalObjectWriter(storage.root, "a")
+    for part in parts_of(data, 777):
+        writer.write(part)
+    writer.commit()
+    assert storage.read("a") == data
