@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -94,6 +95,7 @@ class BatchReader(SpanReader):
         self._pad_token_id = pad_token_id
         self._verify = check_verify(verify)
         self._decoders = Workers(threads, "decode")
+        self._decoding = threading.Semaphore(threads)
         self._ranges = LocalRanges(self._open, in_flight, open_objects)
         self._buffers = Buffers()
         self._scratch = Scratch()
@@ -272,9 +274,17 @@ class BatchReader(SpanReader):
         self._decoders.put(run)
 
     def _arrived(self, request: _Request, error: BaseException | None) -> None:
-        """Pass a request on to the second stage."""
-        if error is None and request.fetch.is_placed and request.after is None:
-            self._over(request, None)
+        """Pass a request on to the second stage: in this thread while fewer decode than may, else to the next free one.
+
+        Handing over takes longer than decoding what is small, and what just came is still in this core's cache.
+        """
+        if request.fetch.is_placed:
+            self._decode(request, error)
+        elif self._decoding.acquire(blocking=False):
+            try:
+                self._decode(request, error)
+            finally:
+                self._decoding.release()
         else:
             self._decoders.put(lambda: self._decode(request, error))
 

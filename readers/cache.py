@@ -52,8 +52,9 @@ def open_cache(
             whole target can be trained.
         verify: when checksums are compared: "first", the first time that this process reads a chunk, or reads it after
             its object has changed; True, at every read; False, never.
-        threads: threads that decode.
-        in_flight: requests to the storage at a time, of several batches; None for 16, or ``threads`` where more.
+        threads: threads that decode; by default one per usable core, 2 to 8.
+        in_flight: requests to the storage at a time, of several batches; None for two per usable core, 4 to 16, or
+            ``threads`` where more.
         open_objects: files that are open at once, at most; one per request in flight where that is more.
 
     Returns:

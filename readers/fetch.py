@@ -104,9 +104,8 @@ class Fetch:
 
     @property
     def is_placed(self) -> bool:
-        """Whether all is where it belongs already, so that nothing is left to `decode`."""
-        spans = (span.wanted for span in self._read.spans)
-        return not self._staged and all(one.place + one.stop - one.start >= one.room for one in spans)
+        """Whether the values are where they belong already, so that `decode` has only to make zero what follows."""
+        return not self._staged
 
     def release(self) -> None:
         """Give the memory of what came back."""

@@ -16,11 +16,14 @@ import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.objects import StoredObject
-from dspark_store.readers.threads import ForkSafeLock, Workers
+from dspark_store.readers.threads import USABLE_CORES, ForkSafeLock, Workers
 
-DEFAULT_IN_FLIGHT = 16
+DEFAULT_IN_FLIGHT = min(16, max(4, 2 * USABLE_CORES))
+"""For local files: threads beyond this only take the cores, and the batch in their caches, from one another."""
 DEFAULT_OPEN_OBJECTS = 256
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
+_QUEUED = 2
+"""Requests that are taken, per one in flight: the next ones are at hand, and no more batches begun than that takes."""
 _EIGHTHS = 3
 
 
@@ -61,7 +64,7 @@ class RangeStage(Protocol):
     """Reads what is submitted, in about this order, side by side, within a bound in number and one in bytes."""
 
     def submit(self, request: RangeRequest) -> None:
-        """Take a request; waits while the bytes in flight are at their bound."""
+        """Take a request; waits while those taken and not released are at a bound, in number or in bytes."""
         ...
 
     def release(self, nbytes: int) -> None:
@@ -112,28 +115,32 @@ class LocalRanges:
         if open_objects < 1:
             raise ValueError(f"open_objects must be >= 1, got {open_objects}")
         self._opening = opening
+        self._most = _QUEUED * in_flight
         # a thread may hold one more object, which it just opened, or which was let go while it reads
         self._objects = ObjectPool(max(1, open_objects - in_flight))
         self._workers = Workers(in_flight, "read")
         self._renew()
 
     def _renew(self) -> None:
-        self._process, self._nbytes, self._room = os.getpid(), 0, threading.Condition()
+        self._process, self._count, self._nbytes, self._room = os.getpid(), 0, 0, threading.Condition()
 
     def submit(self, request: RangeRequest) -> None:
         """See `RangeStage`."""
         if self._process != os.getpid():
             self._renew()  # a fork has none of its parent's threads, and so nothing in flight
         with self._room:
-            self._room.wait_for(lambda: not self._nbytes or self._nbytes + request.nbytes <= IN_FLIGHT_BYTES)
-            self._nbytes += request.nbytes
+            self._room.wait_for(lambda: self._has_room(request.nbytes))
+            self._count, self._nbytes = self._count + 1, self._nbytes + request.nbytes
         self._workers.put(lambda: self._fetch(request))
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._count or (self._count < self._most and self._nbytes + nbytes <= IN_FLIGHT_BYTES)
 
     def release(self, nbytes: int) -> None:
         """See `RangeStage`."""
         with self._room:
-            self._nbytes -= nbytes
-            if self._nbytes <= IN_FLIGHT_BYTES // 2:  # who waits goes on with several at once
+            self._count, self._nbytes = self._count - 1, self._nbytes - nbytes
+            if self._count <= self._most // 2 and self._nbytes <= IN_FLIGHT_BYTES // 2:  # room for several at once
                 self._room.notify_all()
 
     def _fetch(self, request: RangeRequest) -> None:

@@ -48,7 +48,8 @@ def _renew_all() -> None:
 os.register_at_fork(after_in_child=_renew_all)
 
 
-DEFAULT_THREADS = 8
+USABLE_CORES = len(os.sched_getaffinity(0))
+DEFAULT_THREADS = min(8, max(2, USABLE_CORES))
 
 
 class Workers:
