@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,14 @@ def run_python(*words: object, **options: Any) -> subprocess.CompletedProcess[st
     """Run this Python with some words, from the checkout's code; return its outcome and what it printed."""
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, **options)
+
+
+def until(condition: Callable[[], object], limit: float = 60) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def ended_pid() -> int:

@@ -106,6 +106,7 @@ class StateShardWriter:
         self._written = [item for item in own if item != self._shared]
         self._nonfinite: list[list[int]] = [[] for _ in self._written]
         self._writers: dict[StateObject, ShardWriter] = {}
+        self._drained = False
 
     def add(self, row: int, layers: Sequence[torch.Tensor | None], last: torch.Tensor | None) -> None:
         """Queue one sample: K tensors (length, H) in slot order and the last hidden states (length, H), on the CPU.
@@ -113,6 +114,7 @@ class StateShardWriter:
         What another writer writes may be None. Rows may come in any order; each row once. The encoder threads cast and
         copy the states, so nobody may change them before the shard is finished.
         """
+        self._drained = False
         for position, item in enumerate(self._written):
             states = last if item == self._last else layers[item.slot]
             if states is None:
@@ -177,13 +179,19 @@ class StateShardWriter:
             if isinstance(payload, np.ndarray):
                 self._pipeline.buffers.release(payload)
 
+    def drain(self) -> None:
+        """Wait until all that was added is in its objects, once: the next shard's states may be queued behind it."""
+        if not self._drained:
+            self._pipeline.flush()
+            self._drained = True
+
     def finish(self, on_object: Callable[[], None] = lambda: None) -> FinishedObjects:
-        """Wait for the encoders, then make all objects durable, and visible once they are; not yet committed.
+        """Wait for what was added, then make all objects durable, and visible once they are; not yet committed.
 
         Syncs run side by side, of objects and of their folders. ``on_object`` is called when each object is durable,
         since a slow disk may take long for one, and right before each becomes visible.
         """
-        self._pipeline.flush()
+        self.drain()
         labels = [self._label(item, nonfinite) for item, nonfinite in zip(self._written, self._nonfinite, strict=True)]
         writers = [self._writer(item) for item in self._written]
         records: dict[StateObject, ObjectRecord] = {}

@@ -143,7 +143,7 @@ def copy_states(task: CopyTask, shard: int) -> int:
         try:
             with naming_source(task.source):
                 checksums = _fill(source, writer, samples, layer_ids)
-                pipeline.flush()
+                writer.drain()
                 _check_status(source, samples, writer.nonfinite_rows(), layer_ids)
             if destination.exists(key):
                 writer.abort()

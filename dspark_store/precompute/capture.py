@@ -128,7 +128,7 @@ class ShardCapture:
         """Wait until all states are encoded; NonFiniteError where the job is to stop at values that are not finite."""
         if self._writer is not None:
             self._store_copies(0)
-            self._context.pipeline.flush()
+            self._writer.drain()
             self._check_finite()
 
     def abort(self) -> None:

@@ -18,6 +18,7 @@ from dspark_store.precompute.watch import FAILED, TERMINATED, StoppedError, Watc
 from dspark_store.writers.lock import LEAVING_SECONDS
 from dspark_store.writers.process import ProcessName
 from tests.precompute import watched
+from tests.processes import until
 
 LIMIT = 60
 QUICK = Patience(period=0.01, silent=0.8)
@@ -60,13 +61,6 @@ def port():
 def elsewhere():
     """A process of another host."""
     return replace(ProcessName.own(), host="elsewhere", pid=7)
-
-
-def until(ready, limit=LIMIT):
-    deadline = time.monotonic() + limit
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def ends_with(watch, message):

@@ -1,7 +1,6 @@
 """Memory and open files stay within their bounds, however large the store; benchmarks.loader_scale in a small form."""
 
 import gc
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from benchmarks.loader_scale import MIB, measure_files, measure_memory, open_files, write_store
 from dspark_store import open_cache
 from dspark_store.readers.order import epoch_order
+from tests.processes import until
 
 PREFETCH_MIB = 8
 
@@ -38,11 +38,12 @@ def test_open_files_stay_under_the_bound_over_many_shards(tmp_path: Path) -> Non
     before = open_files()
     most = measure_files(tmp_path, open_objects=16)["open_files"]
     assert 8 <= most <= 16
-    deadline = time.monotonic() + 60
-    while open_files() > before and time.monotonic() < deadline:  # the thread that read last may still be at its end
+
+    def all_closed() -> bool:  # by the thread that read last, which may still be at its end
         gc.collect()
-        time.sleep(0.01)
-    assert open_files() <= before
+        return open_files() <= before
+
+    until(all_closed)
 
 
 def test_an_epochs_order_takes_a_few_words_a_sample() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dspark_store.readers.threads import Ahead, Pending, Prefetcher
+from tests.processes import until
 
 
 def prefetching() -> list[threading.Thread]:
@@ -16,12 +17,6 @@ def prefetching() -> list[threading.Thread]:
 def work(count: int, nbytes: int = 1, make: Callable[[int], int] = lambda item: item) -> Iterator[Ahead[int]]:
     for item in range(count):
         yield Ahead(nbytes, lambda item=item: Pending.of(make(item)))  # type: ignore[misc]  # a bound default
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds; a test's own time limit is the limit."""
-    while not condition():
-        time.sleep(0.001)
 
 
 def test_items_come_in_order_and_no_thread_is_left() -> None:

@@ -196,6 +196,19 @@ def test_no_object_is_visible_before_all_are_durable(storage, monkeypatch):
     assert len(asked) == 2 * len(LAYER_IDS)
 
 
+def test_a_shard_that_was_drained_is_finished_whatever_fails_behind_it(storage):
+    def fail():
+        raise OSError("the next shard's disk")
+
+    with EncodePipeline(1, BUFFER_BYTES) as pipeline:
+        writer = writer_of(storage, pipeline)
+        writer.drain()
+        pipeline.submit(fail, 1, print)
+        with pytest.raises(OSError, match="the next shard's disk"):
+            pipeline.flush()
+        assert len(writer.finish().records) == len(LAYER_IDS) + 1
+
+
 def test_an_aborted_shard_leaves_nothing(storage):
     with EncodePipeline(1, BUFFER_BYTES) as pipeline:
         writer = writer_of(storage, pipeline)
