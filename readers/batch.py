@@ -286,7 +286,11 @@ class BatchReader(SpanReader):
             finally:
                 self._decoding.release()
         else:
-            self._decoders.put(lambda: self._decode(request, error))
+            self._decoders.put(lambda: self._decode_in_turn(request, error))
+
+    def _decode_in_turn(self, request: _Request, error: BaseException | None) -> None:
+        with self._decoding:
+            self._decode(request, error)
 
     def _decode(self, request: _Request, error: BaseException | None) -> None:
         try:
