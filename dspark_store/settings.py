@@ -8,29 +8,34 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"}
-OWN_METADATA = ("help", "group", "convert", "expected", "nullable", "positional")
+OWN_METADATA = ("help", "group", "least", "positive", "convert", "expected", "nullable")
 """What a field's metadata has beside argparse's options of its flag."""
 
 
-def setting(help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:  # noqa: A002, ANN401 - argparse's name; a field's default
+def setting(group: str, help: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:  # noqa: A002, ANN401 - argparse's name; a field's default
     """Make the field of a settings dataclass that a flag or a file sets.
 
     Args:
+        group: of flags in ``--help``; empty for an argument without a flag.
         help: what ``--help`` says.
         default: the value where none is given; without one the setting is required.
-        **metadata: ``group`` of flags in ``--help``; ``convert``, which makes the value out of a plain one, and
-            ``expected``, which says what that takes; ``nullable``, if null is a value of its own and not the default;
-            ``positional`` for an argument without a flag; the rest are argparse's.
+        **metadata: ``least`` value, or ``positive``, or ``choices``, for `check_settings`; ``convert``, which makes the
+            value out of a plain one, and ``expected``, which says what that takes; ``nullable``, if null is a value of
+            its own and not the default; the rest are argparse's.
 
     """
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
 def settings_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
@@ -85,6 +90,18 @@ def fill_settings[T](kind: type[T], values: Mapping[str, Any]) -> T:
     return kind(**{name: convert_setting(known[name], value) for name, value in values.items()})
 
 
+def check_settings(config: DataclassInstance) -> None:
+    """Raise ValueError naming the first setting that is below its least, not positive and finite, or no choice."""
+    for name, known in settings_of(type(config)).items():
+        value, least, choices = getattr(config, name), known.metadata.get("least"), known.metadata.get("choices")
+        if value is not None and least is not None and value < least:
+            raise ValueError(f"{flag(name)} must be >= {least}, got {value}")
+        if value is not None and "positive" in known.metadata and not 0 < value < math.inf:
+            raise ValueError(f"{flag(name)} must be a finite number > 0, got {value}")
+        if choices and value not in (known.default, *choices):
+            raise ValueError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def convert_setting(setting: dataclasses.Field[Any], value: object, called: str = "") -> object:
     """Convert a value from YAML or a flag to the setting's type.
 
@@ -105,7 +122,8 @@ def convert_setting(setting: dataclasses.Field[Any], value: object, called: str 
 def kind_of(setting: dataclasses.Field[Any]) -> Callable[[Any], object]:
     """Return what makes the setting's value out of a flag's text."""
     own: Callable[[Any], object] | None = setting.metadata.get("type")
-    return own or (type(setting.default) if isinstance(setting.default, int | float) else str)
+    number = re.search(r"\b(int|float)\b", str(setting.type))
+    return own or (str if number is None else {"int": int, "float": float}[number[0]])
 
 
 def whole_number(value: object) -> int:

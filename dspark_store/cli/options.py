@@ -45,11 +45,11 @@ class OneLineParser(argparse.ArgumentParser):
 def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasses.Field[Any]]) -> None:
     """Add a flag for each setting, None where it is not given, in the groups that the settings name."""
     groups = {str(group.title): group for group in parser._action_groups}
-    named = {setting.metadata.get("group", "") for setting in known.values()} - {"", *groups}
+    named = {setting.metadata["group"] for setting in known.values()} - {"", *groups}
     for title in sorted(named, key=_GROUPS.index):
         groups[title] = parser.add_argument_group(title)
     for name, setting in known.items():
-        title = setting.metadata.get("group", "")
+        title = setting.metadata["group"]
         options = {key: value for key, value in setting.metadata.items() if key not in OWN_METADATA}
         if isinstance(setting.default, bool):
             options["action"] = "store_true"
@@ -58,8 +58,9 @@ def add_settings(parser: argparse.ArgumentParser, known: Mapping[str, dataclasse
         text = setting.metadata["help"]
         if not isinstance(setting.default, bool) and setting.default not in (dataclasses.MISSING, None, "", ()):
             text += f" (default: {setting.default})"
-        called = name if setting.metadata.get("positional") else f"--{flag(name)}"
-        (groups[title] if title else parser).add_argument(called, default=None, help=text, **options)
+        (groups[title] if title else parser).add_argument(
+            f"--{flag(name)}" if title else name, default=None, help=text, **options
+        )
 
 
 def setting_values(given: argparse.Namespace, known: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dspark_store.format.schema import IDS, MASK
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.settings import check_settings
 from dspark_store.target.device import device_named, resolve_compute_dtype
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import load_target
@@ -113,7 +114,7 @@ def evaluate(config: EvaluateConfig) -> Judgement:
 
     ValueError, OSError or ImportError for what a user can get wrong.
     """
-    config.check()
+    check_settings(config)
     Sampler(config.temperature, config.seed)  # refuses what cannot be
     found = checkpoints(Path(config.draft) / CHECKPOINTS)
     if not found:

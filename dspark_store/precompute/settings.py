@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
-from dspark_store.settings import fill_settings, flag, settings_of, whole_number
-from dspark_store.settings import setting as _setting
+from dspark_store.settings import check_settings, fill_settings, flag, setting, settings_of, whole_number
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.registry import SpecValue, parse_source
 from dspark_store.target.parallel import REDUCE_DTYPES
@@ -26,10 +24,6 @@ _NONFINITE = ("mark", "error")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _BACKENDS = ("gloo", "nccl")
 _AXES = ("fsdp_size", "tp_size", "ep_size", "pp_size")
-_AT_LEAST_ONE = (
-    *("batch_size", "shard_size", "seq_length", "draft_num_hidden_layers", "target_num_hidden_layers"),
-    *("batch_tokens", "max_samples", "write_buffer_bytes", "tp_size", "ep_size", "pp_size"),
-)
 
 SHARDED_MODEL_TYPES = frozenset({"deepseek_v4", "glm_moe_dsa", "kimi_k3", "kimi_linear"})
 """Types of targets that NeMo Automodel's precompute loads in shards; it replicates every other one."""
@@ -49,148 +43,120 @@ def _source(value: SpecValue) -> SpecValue:
 class PrecomputeConfig(ChatOptions):
     """Everything a precompute is told. The names are the flags' names with underscores."""
 
-    target_model: str = _setting("the target: a hub id, a directory, or a .gguf file", group="target")
-    input_data: SpecValue = _setting(  # noqa: RUF009 - it makes a field, as all of these do
+    target_model: str = setting("target", "the target: a hub id, a directory, or a .gguf file")
+    input_data: SpecValue = setting(  # noqa: RUF009 - it makes a field, as all of these do
+        "data",
         "files, globs or datasets of conversations, or any other source (docs/sources.md)",
         nargs="+",
         convert=_source,
         expected="a source of tokens: a path, a mapping with a type, or a list",
-        group="data",
     )
-    output_dir: str = _setting("where the store is written", group="store")
-    seq_length: int = _setting(
-        "S, the most tokens a sample has; longer conversations are truncated", 2048, group="data"
+    output_dir: str = setting("store", "where the store is written")
+    seq_length: int = setting(
+        "data", "S, the most tokens a sample has; longer conversations are truncated", 2048, least=1
     )
-    batch_size: int = _setting("samples per forward", 4, group="target")
-    batch_tokens: int | None = _setting(
+    batch_size: int = setting("target", "samples per forward", 4, least=1)
+    batch_tokens: int | None = setting(
+        "target",
         "instead of --batch-size: most tokens per forward, padding included; a longer sample runs alone",
         None,
-        type=int,
         metavar="N",
-        group="target",
+        least=1,
     )
-    shard_size: int = _setting("R, the samples of a shard, which is the unit of commit and resume", 256, group="store")
-    dtype: str = _setting("dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES), group="store")
-    device: str = _setting(
-        "where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE", group="target"
+    shard_size: int = setting(
+        "store", "R, the samples of a shard, which is the unit of commit and resume", 256, least=1
     )
-    num_workers: int = _setting("processes that tokenise; 0 tokenises in this one", 0, group="data")
-    split: str | None = _setting("a slice of the rows, name[a:b], taken after the shuffle", None, group="data")
-    shuffle_seed: int | None = _setting(
+    dtype: str = setting("store", "dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
+    device: str = setting("target", "where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
+    num_workers: int = setting("data", "processes that tokenise; 0 tokenises in this one", 0, least=0)
+    split: str | None = setting("data", "a slice of the rows, name[a:b], taken after the shuffle", None)
+    shuffle_seed: int | None = setting(
+        "data",
         "seed of the order of rows; none keeps the file's order",
         42,
         type=str,
         convert=_shuffle_seed,
         expected="a whole number or none",
         nullable=True,
-        group="data",
     )
-    draft_num_hidden_layers: int = _setting("layers to capture when --target-layer-ids is not given", 5, group="target")
-    target_layer_ids: tuple[int, ...] = _setting(
-        "layers to capture: -1 is the embedding", (), nargs="+", type=int, group="target"
+    draft_num_hidden_layers: int = setting(
+        "target", "layers to capture when --target-layer-ids is not given", 5, least=1
     )
-    chat_template: str | None = _setting("a chat template, inline Jinja or a file", None, group="data")
-    target_force_hf: bool = _setting(
-        "accepted for compatibility: every target loads through transformers", False, group="target"
+    target_layer_ids: tuple[int, ...] = setting("target", "layers to capture: -1 is the embedding", (), nargs="+")
+    chat_template: str | None = setting("data", "a chat template, inline Jinja or a file", None)
+    target_force_hf: bool = setting(
+        "target", "accepted for compatibility: every target loads through transformers", False
     )
-    trust_remote_code: bool = _setting("let the target's repository run its own code", False, group="target")
-    resume: bool = _setting("go on with the store in --output-dir, doing the shards it lacks", False, group="recovery")
-    target_attn_implementation: str | None = _setting("attention of the target: eager, sdpa, ...", None, group="target")
-    log_level: str = _setting("least level of log messages", "INFO", choices=_LOG_LEVELS, group="advanced")
-    compute_dtype: str = _setting(
+    trust_remote_code: bool = setting("target", "let the target's repository run its own code", False)
+    resume: bool = setting("recovery", "go on with the store in --output-dir, doing the shards it lacks", False)
+    target_attn_implementation: str | None = setting("target", "attention of the target: eager, sdpa, ...", None)
+    log_level: str = setting("advanced", "least level of log messages", "INFO", choices=_LOG_LEVELS)
+    compute_dtype: str = setting(
+        "target",
         "dtype that the target computes in; auto is bf16 on CUDA, else fp32",
         "auto",
         choices=("auto", *CACHE_DTYPES),
-        group="target",
     )
-    codec: str = _setting("how states are compressed", "default", choices=CODEC_PRESETS, group="store")
-    chunk_tokens: int = _setting("tokens a chunk; 0 chooses by hidden size and codec", 0, group="store")
-    max_samples: int | None = _setting(
-        "take at most this many rows, after shuffle and split", None, type=int, group="data"
+    codec: str = setting("store", "how states are compressed", "default", choices=CODEC_PRESETS)
+    chunk_tokens: int = setting("store", "tokens a chunk; 0 chooses by hidden size and codec", 0, least=0)
+    max_samples: int | None = setting("data", "take at most this many rows, after shuffle and split", None, least=1)
+    on_nonfinite: str = setting(
+        "store", "mark samples whose states are not finite in the cache dtype, or stop", "mark", choices=_NONFINITE
     )
-    on_nonfinite: str = _setting(
-        "mark samples whose states are not finite in the cache dtype, or stop",
-        "mark",
-        choices=_NONFINITE,
-        group="store",
+    encode_threads: int = setting("advanced", "threads that compress; 0 is one a core, at most 8", 0, least=0)
+    write_buffer_bytes: int = setting(
+        "advanced", "bytes of states that may wait for the encoders", 512 * 1024 * 1024, least=1
     )
-    encode_threads: int = _setting("threads that compress; 0 is one a core, at most 8", 0, group="advanced")
-    write_buffer_bytes: int = _setting(
-        "bytes of states that may wait for the encoders", 512 * 1024 * 1024, group="advanced"
+    estimate: bool = setting(
+        "advanced", "print tokens, bytes and hours to come, and stop before the target is loaded", False
     )
-    estimate: bool = _setting(
-        "print tokens, bytes and hours to come, and stop before the target is loaded", False, group="advanced"
+    tokens_per_second: float | None = setting(
+        "advanced", "rate of the target that --estimate reckons with", None, positive=True
     )
-    tokens_per_second: float | None = _setting(
-        "rate of the target that --estimate reckons with", None, type=float, group="advanced"
+    smoke: int = setting(
+        "advanced", "first run this many samples into a temporary store and check it", 0, metavar="N", least=0
     )
-    smoke: int = _setting(
-        "first run this many samples into a temporary store and check it", 0, metavar="N", group="advanced"
+    fsdp_size: int = setting(
+        "ranks", "ranks that share one copy of the target by FSDP2; 0 shards where Automodel does", 1, least=0
     )
-    fsdp_size: int = _setting(
-        "ranks that share one copy of the target by FSDP2; 0 shards where Automodel does", 1, group="ranks"
+    tp_size: int = setting("ranks", "ranks that share one copy of the target by tensor parallelism", 1, least=1)
+    ep_size: int = setting("ranks", "ranks that share the experts of one copy of the target", 1, least=1)
+    pp_size: int = setting(
+        "ranks", "ranks that share the layers of one copy of the target, as a pipeline of stages", 1, least=1
     )
-    tp_size: int = _setting("ranks that share one copy of the target by tensor parallelism", 1, group="ranks")
-    ep_size: int = _setting("ranks that share the experts of one copy of the target", 1, group="ranks")
-    pp_size: int = _setting(
-        "ranks that share the layers of one copy of the target, as a pipeline of stages", 1, group="ranks"
-    )
-    reduce_dtype: str = _setting(
+    reduce_dtype: str = setting(
+        "ranks",
         "how tensor parallelism adds: partial sums in the compute dtype or in fp32; gather adds as one device does",
         "compute",
         choices=REDUCE_DTYPES,
-        group="ranks",
     )
-    device_map: str | None = _setting(
-        "auto spreads the target over the devices and memory of one process", None, choices=("auto",), group="target"
+    device_map: str | None = setting(
+        "target", "auto spreads the target over the devices and memory of one process", None, choices=("auto",)
     )
-    target_num_hidden_layers: int | None = _setting(
-        "diagnosis only: run no more than the first layers of the target", None, type=int, metavar="N", group="advanced"
+    target_num_hidden_layers: int | None = setting(
+        "advanced", "diagnosis only: run no more than the first layers of the target", None, metavar="N", least=1
     )
-    backend: str = _setting("torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS, group="ranks")
-    timeout_minutes: float = _setting(
-        "minutes after which a rank that makes no progress ends the job", 30.0, group="ranks"
+    backend: str = setting("ranks", "torch.distributed backend: nccl on CUDA, else gloo", "", choices=_BACKENDS)
+    timeout_minutes: float = setting(
+        "ranks", "minutes after which a rank that makes no progress ends the job", 30.0, positive=True
     )
-    take_over: bool = _setting("write to a store that another living job has locked", False, group="recovery")
-    mix_equality_classes: bool = _setting(
-        "let workers whose states may differ in the last bits add to a store", False, group="recovery"
+    take_over: bool = setting("recovery", "write to a store that another living job has locked", False)
+    mix_equality_classes: bool = setting(
+        "recovery", "let workers whose states may differ in the last bits add to a store", False
     )
-    profile: bool = _setting(
-        "tell at the end how the time was shared: forward, copy, encode, write, waiting", False, group="advanced"
+    profile: bool = setting(
+        "advanced", "tell at the end how the time was shared: forward, copy, encode, write, waiting", False
     )
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user is to be told about the configuration file, a line each; no setting."""
 
     def check(self) -> None:
         """Raise ValueError naming the first setting that cannot be."""
-        for name in _AT_LEAST_ONE:
-            self._at_least(name, 1)
-        for name in ("num_workers", "chunk_tokens", "encode_threads", "smoke", "fsdp_size"):
-            self._at_least(name, 0)
-        for name in ("tokens_per_second", "timeout_minutes"):
-            self._is_positive(name)
         self.check_options()
+        check_settings(self)
         if self.batch_tokens is None and self.shard_size % self.batch_size:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
-        for setting in fields(self):
-            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
-            if choices and value not in (setting.default, *choices):
-                raise ValueError(f"{flag(setting.name)} must be one of {', '.join(choices)}, got {value!r}")
-        if self.device_map is not None:
-            self._refuse_axes_beside_device_map()
-
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < least:
-            raise ValueError(f"{flag(name)} must be >= {least}, got {value}")
-
-    def _is_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{flag(name)} must be a finite number > 0, got {value}")
-
-    def _refuse_axes_beside_device_map(self) -> None:
-        for name in _AXES:
+        for name in _AXES if self.device_map is not None else ():
             if getattr(self, name) > 1:  # an fsdp_size of 0 shares nothing where there is one process
                 raise ValueError(
                     f"device-map {self.device_map} places the target in one process, but {flag(name)} is "

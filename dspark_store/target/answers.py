@@ -19,10 +19,10 @@ class Sampling:
     ``max_new_tokens`` ends an answer that does not end by itself.
     """
 
-    max_new_tokens: int = setting("where an answer is cut", 320, group="answers")
-    temperature: float = setting("0 takes the likeliest token", 0.7, group="answers")
-    top_p: float = setting("the share of likely tokens to draw from", 0.95, group="answers")
-    seed: int = setting("seed of the draws", 42, group="answers")
+    max_new_tokens: int = setting("answers", "where an answer is cut", 320)
+    temperature: float = setting("answers", "0 takes the likeliest token", 0.7)
+    top_p: float = setting("answers", "the share of likely tokens to draw from", 0.95)
+    seed: int = setting("answers", "seed of the draws", 42)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
