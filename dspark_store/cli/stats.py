@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.damage import DamagedStoreError
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write both files and print where they are; return 0, or 1 when the store is damaged."""
-    from dspark_store.inspection.stats.report import measure_store, summary_lines
+    from dspark_store.inspection.stats.survey import measure_store
     from dspark_store.precompute.undo import new_folders_undone
     from dspark_store.readers.cache import open_cache
 
@@ -66,8 +66,32 @@ def run(given: argparse.Namespace) -> int:
     else:
         written.append(output / PAGE_NAME)
         _write(written[1], page)
-    say(*summary_lines(statistics), f"written: {', '.join(map(str, written))}")
+    say(*_lines(statistics), f"written: {', '.join(map(str, written))}")
     return 0
+
+
+def _lines(statistics: Mapping[str, Any]) -> list[str]:
+    """Return a few lines with the most important figures."""
+    from dspark_store.inspection.stats.figures import figure_text
+
+    store, lengths, vocabulary = statistics["store"], statistics["lengths"], statistics["vocabulary"]
+    share = figure_text(statistics["supervision"]["share"], "percent")
+    counts = f"{figure_text(lengths['samples'])} samples, {figure_text(lengths['tokens'])} tokens, {share} supervised"
+    lines = [f"{counts}, {figure_text(vocabulary['all']['used'])} token ids used"]
+    if store["phase"] != "complete":
+        captured, shards = figure_text(store["captured_shards"]), figure_text(store["shards"])
+        lines.append(f"growing: the states of {captured} of {shards} shards are captured")
+    states = [(f"layer {layer['layer_id']}", layer) for layer in statistics["layers"]]
+    last = statistics["last_hidden_states"]
+    if last is not None and last["same_objects_as_layer"] is None:
+        states.append(("last hidden states", last))
+    return lines + [
+        f"{label}: norm {figure_text(figures['norm']['mean'])} "
+        f"(median {figure_text(figures['norm']['quantiles']['p50'])}), "
+        f"{figure_text(figures['channels']['outliers']['count'])} outlier channels, "
+        f"{figure_text(figures['nonfinite']['values'])} values not finite"
+        for label, figures in states
+    ]
 
 
 def _page(statistics: Mapping[str, JsonValue]) -> str | None:

@@ -124,13 +124,6 @@ class Mergeable(Protocol):
         ...
 
 
-def merge_known[Part: Mergeable](one: Part | None, later: Part | None) -> Part | None:
-    """Return both merged, or the one that there is."""
-    if one is None or later is None:
-        return later if one is None else one
-    return one.merge(later)
-
-
 class MergeTree[Part: Mergeable]:
     """Merges ``leaves`` parts, numbered from 0, along a fixed binary tree.
 
@@ -167,10 +160,7 @@ class MergeTree[Part: Mergeable]:
         """Return all parts merged, None where there are none; ValueError while one is missing."""
         if self._leaves == 0:
             return None
-        if len(self._waiting) != 1 or (self._top, 0) not in self._waiting:
+        root = (self._leaves - 1).bit_length(), 0
+        if self._waiting.keys() != {root}:
             raise ValueError(f"not all of the {self._leaves} parts have come")
-        return self._waiting[self._top, 0]
-
-    @property
-    def _top(self) -> int:
-        return (self._leaves - 1).bit_length()
+        return self._waiting[root]

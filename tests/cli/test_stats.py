@@ -124,7 +124,7 @@ def test_without_matplotlib_the_figures_are_written_and_a_line_says_what_the_pag
 
 def test_an_output_that_cannot_be_made_is_told_of_before_the_pass(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "dspark_store.inspection.stats.report.measure_store", lambda *_, **__: pytest.fail("a pass was made")
+        "dspark_store.inspection.stats.survey.measure_store", lambda *_, **__: pytest.fail("a pass was made")
     )
     (tmp_path / "file").write_text("")
     refused([store, "--output", tmp_path / "file" / "stats"], capsys)

@@ -1,30 +1,30 @@
-"""The figures of a store's layers, lengths, sources and vocabulary, from its index and its tallies."""
+"""The figures of a store's layers, lengths, sources and ids, as JSON, and how they are written."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.inspection.sample_survey import source_shares
-from dspark_store.inspection.stats.tallies import Moments, StateTally, TokenTally, quantile
+from dspark_store.inspection.stats.tallies import Moments, StateTally, quantile
 from dspark_store.readers.cache import Cache
 
 type Summary = Mapping[str, JsonValue]
+type Decode = Callable[[Sequence[int]], list[str]]
+type Form = Literal["number", "percent", "power", "id", "token"]
 
 QUANTILES = {"p1": 0.01, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 OUTLIERS_NAMED = 16
-_PROFILE_POINTS = 48
-_LENGTH_BINS = 32
-type Decode = Callable[[Sequence[int]], list[str]]
-
 COVERAGE_IDS = (100, 1000, 4000, 8000, 16000, 32000, 64000, 128000)
 """Sizes of a draft vocabulary of the most frequent ids that are looked at."""
 NEEDED_SHARES = (0.5, 0.9, 0.95, 0.99, 0.999)
 TOP_IDS = 30
-_RANK_POINTS = 64
+_RANK_POINTS, _PROFILE_POINTS, _LENGTH_BINS = 64, 48, 32
+_VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def summarise_layer(tally: StateTally, outlier_factor: float) -> Summary:
@@ -58,7 +58,7 @@ def spread(moments: Moments[float]) -> Summary:
     }
 
 
-def rank_points(count: int, points: int) -> np.ndarray:
+def _rank_points(count: int, points: int) -> np.ndarray:
     """Return at most ``points`` ranks from 1 to ``count``, ascending int64, evenly spread on a logarithmic axis."""
     if count < 1:
         return np.zeros(0, np.int64)
@@ -94,7 +94,7 @@ def _channels(tally: StateTally, outlier_factor: float) -> Summary:
         mean, std = channels.mean, channels.std
         greatest = np.maximum(np.abs(channels.low), np.abs(channels.high))
     energy = np.sort(channels.square)[::-1]
-    ranks = rank_points(width, _PROFILE_POINTS)
+    ranks = _rank_points(width, _PROFILE_POINTS)
     return {
         "count": width,
         "constant": int((channels.low == channels.high).sum()),
@@ -158,10 +158,10 @@ def summarise_lengths(cache: Cache) -> Summary:
 
 def summarise_supervision(cache: Cache) -> Summary:
     """Return the figures of the samples' supervised tokens as JSON."""
-    total, supervised = int(cache.lengths.sum()), cache.supervised
+    supervised = cache.supervised
     return {
         **_distribution(supervised),
-        "share": _share(int(supervised.sum()), total),
+        "share": _share(int(supervised.sum()), int(cache.lengths.sum())),
         "samples_without": int((supervised == 0).sum()),
     }
 
@@ -208,26 +208,17 @@ def _histogram(lengths: np.ndarray, longest: int) -> Summary:
     return {"width": width, "starts": [place * width for place in range(bins)], "counts": counts.tolist()}
 
 
-def summarise_vocabulary(tally: TokenTally, size: int | None, decode: Decode | None) -> Summary:
-    """Return the figures of all tokens and of the supervised ones as JSON.
+def summarise_ids(counts: np.ndarray, size: int | None, decode: Decode | None) -> Summary:
+    """Return the figures of some tokens by their ``counts``, (V,), as JSON.
 
     ``size`` is how many ids the target knows, if that is known; ``decode`` turns ids into their texts.
     """
-    return {
-        "size": size,
-        "outside": tally.outside,
-        "all": _usage(tally.counts, size, decode),
-        "supervised": _usage(tally.supervised, size, decode),
-    }
-
-
-def _usage(counts: np.ndarray, size: int | None, decode: Decode | None) -> Summary:
     order = np.argsort(-counts, kind="stable")  # equal counts in the order of their ids
     ranked = counts[order]
     used = int(np.count_nonzero(ranked))
     total = int(ranked.sum())
     reached = np.cumsum(ranked)
-    ranks = rank_points(used, _RANK_POINTS)
+    ranks = _rank_points(used, _RANK_POINTS)
     return {
         "tokens": total,
         "used": used,
@@ -262,3 +253,39 @@ def _entropy(counts: np.ndarray, total: int) -> float | None:
         return None
     shares = counts / total
     return float(-(shares * np.log2(shares)).sum()) + 0.0  # no minus before a zero
+
+
+def figure_text(value: JsonValue, form: Form = "number") -> str:
+    """Return how a value is written: whole numbers in full, others with four significant digits, null as a dash.
+
+    "percent" is for shares, "power" for exponents of two, "id" for whole numbers that count nothing, "token" for a
+    token's text, whose white space is shown.
+    """
+    if value is None:
+        return "–"  # noqa: RUF001 - a dash, no minus
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return _token_text(value) if form == "token" else value
+    if not isinstance(value, int | float):
+        raise ValueError(f"a figure is a number, a text or null, got {type(value).__name__}")
+    if form == "percent":
+        return "< 0.01 %" if 0 < value < 0.00005 else f"{100 * value:.2f} %"
+    if form == "power":
+        return f"2^{value}"
+    if form == "id":
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else _decimal(value)
+
+
+def _decimal(value: float) -> str:
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _token_text(text: str) -> str:
+    shown = (_VISIBLE.get(letter, letter) for letter in text)
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in shown)

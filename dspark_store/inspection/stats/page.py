@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from colorsys import hls_to_rgb
 from io import StringIO
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import style
@@ -17,7 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dspark_store.inspection.stats.report import figure_text
+from dspark_store.inspection.stats.figures import figure_text
 
 type Document = Mapping[str, Any]
 """Parsed JSON, as `measure_store` returns it."""
@@ -62,11 +63,9 @@ def _states(statistics: Document) -> list[States]:
     last = statistics["last_hidden_states"]
     if last is not None and last["same_objects_as_layer"] not in {layer["layer_id"] for layer in statistics["layers"]}:
         found.append(("last", last))
-    hues = [
-        (_FIRST_HUE + (_LAST_HUE - _FIRST_HUE) * place / max(1, len(found) - 1)) / 360 for place in range(len(found))
-    ]
     # of a middle lightness, which is seen on a light and on a dark ground
-    colours = [to_hex(hls_to_rgb(hue, 0.55, 0.75)) for hue in hues]
+    hues = np.linspace(_FIRST_HUE, _LAST_HUE, len(found)) / 360
+    colours = [to_hex(hls_to_rgb(hue, 0.55, 0.75)) for hue in hues.tolist()]
     return [(label, colour, figures) for (label, figures), colour in zip(found, colours, strict=True)]
 
 
@@ -83,32 +82,35 @@ def _plots(statistics: Document, states: Sequence[States]) -> dict[str, Markup]:
     return plots
 
 
-def _axes(height: float = _HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure((_WIDTH, height), layout="constrained")
+def _axes(xlabel: str, ylabel: str = "", *, rows: Sequence[str] = ()) -> Axes:
+    """Return the axes of a new plot; with ``rows`` it has one for each of these labels, from the top down."""
+    figure = Figure((_WIDTH, 0.7 + _ROW * len(rows) if rows else _HEIGHT), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if rows:
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+    return axes
 
 
 def _lengths(lengths: Document) -> Markup:
-    figure, axes = _axes()
-    histogram = lengths["histogram"]
+    axes, histogram = _axes("tokens per sample", "samples"), lengths["histogram"]
     axes.bar(histogram["starts"], histogram["counts"], 0.88 * histogram["width"], align="edge")
     axes.grid(visible=False, axis="x")
     axes.locator_params(axis="y", integer=True)
-    axes.set(xlabel="tokens per sample", ylabel="samples")
-    samples, low, middle, high = (
-        figure_text(value)
-        for value in (lengths["samples"], lengths["min"], lengths["quantiles"]["p50"], lengths["max"])
+    found = (lengths["samples"], lengths["min"], lengths["max"], lengths["quantiles"]["p50"])
+    samples, low, high, middle = map(figure_text, found)
+    summary = (
+        f"Histogram of sample lengths: {samples} samples, from {low} to {high} tokens, half of them at most {middle}"
     )
-    return _svg(
-        figure,
-        f"Histogram of sample lengths: {samples} samples, from {low} to {high} tokens, half of them at most {middle}",
-    )
+    return _svg(axes, summary)
 
 
 def _norms(states: Sequence[States]) -> Markup:
-    figure, axes = _axes(0.7 + _ROW * len(states))
+    axes = _axes("norm", rows=[label for label, _, _ in states])
     norms = [figures["norm"] for _, _, figures in states]
     ends = [value for norm in norms for value in (norm["min"], norm["quantiles"]["p1"], norm["quantiles"]["p50"])]
     least = min([value for value in ends if value > 0], default=1.0)  # a logarithmic axis has no zero
@@ -117,79 +119,61 @@ def _norms(states: Sequence[States]) -> Markup:
         axes.hlines(row, max(least, norm["min"]), max(least, norm["max"]), color="C0", linewidth=1.2)
         axes.hlines(row, p5, p95, color="C0", linewidth=7, alpha=0.45)
         axes.plot(p50, row, "o", color="C0")
-    _label_rows(axes, [label for label, _, _ in states])
     _logarithmic(axes, "x")
-    axes.set_xlabel("norm")
     medians = [f"{label}: median {figure_text(figures['norm']['quantiles']['p50'])}" for label, _, figures in states]
-    return _svg(figure, f"Token norms by layer. {'; '.join(medians)}")
+    return _svg(axes, f"Token norms by layer. {'; '.join(medians)}")
 
 
 def _channels(states: Sequence[States]) -> Markup:
-    figure, axes = _axes()
+    axes = _axes("rank of the channel", "root mean square")
     for _, colour, figures in states:
         profile = figures["channels"]["rms_by_rank"]
         # nothing is left to draw of a channel that is always zero
-        drawn = [(rank, rms) for rank, rms in zip(profile["rank"], profile["rms"], strict=True) if rms > 0]
-        axes.plot([rank for rank, _ in drawn], [rms for _, rms in drawn], color=colour, marker=_marker(drawn))
-    for axis in ("x", "y"):
-        _logarithmic(axes, axis)
-    axes.set(xlabel="rank of the channel", ylabel="root mean square")
+        _curve(axes, [pair for pair in zip(profile["rank"], profile["rms"], strict=True) if pair[1] > 0], colour)
+    _logarithmic(axes, "xy")
     outliers = [f"{label}: {figures['channels']['outliers']['count']} outlier channels" for label, _, figures in states]
-    return _svg(figure, f"Root mean square of the channels of each layer, the greatest first. {'; '.join(outliers)}")
+    return _svg(axes, f"Root mean square of the channels of each layer, the greatest first. {'; '.join(outliers)}")
 
 
 def _neighbours(pairs: Sequence[Document]) -> Markup:
-    figure, axes = _axes(0.7 + _ROW * len(pairs))
-    labels = [f"{pair['lower']} → {pair['upper']}" for pair in pairs]
-    means = [pair["cosine"]["mean"] for pair in pairs]
-    axes.barh(range(len(pairs)), means, 0.65)
-    _label_rows(axes, labels)
-    axes.set_xlim(min(0.0, *means), 1.0)
-    axes.set_xlabel("mean cosine")
-    said = [f"{label}: mean cosine {figure_text(mean)}" for label, mean in zip(labels, means, strict=True)]
-    return _svg(figure, f"Cosine between the states of neighbouring layers. {'; '.join(said)}")
+    means = {f"{pair['lower']} → {pair['upper']}": pair["cosine"]["mean"] for pair in pairs}
+    axes = _axes("mean cosine", rows=list(means))
+    axes.barh(range(len(means)), list(means.values()), 0.65)
+    axes.set_xlim(min(0.0, *means.values()), 1.0)
+    said = [f"{label}: mean cosine {figure_text(mean)}" for label, mean in means.items()]
+    return _svg(axes, f"Cosine between the states of neighbouring layers. {'; '.join(said)}")
 
 
 def _vocabulary(vocabulary: Document) -> Markup:
-    figure, axes = _axes()
+    axes = _axes("rank of the id", "occurrences")
     for kind, colour in zip(("all", "supervised"), _KINDS, strict=True):
         ranks = vocabulary[kind]["by_rank"]
-        axes.plot(ranks["rank"], ranks["count"], color=colour, marker=_marker(ranks["rank"]))
-    for axis in ("x", "y"):
-        _logarithmic(axes, axis)
-    axes.set(xlabel="rank of the id", ylabel="occurrences")
+        _curve(axes, list(zip(ranks["rank"], ranks["count"], strict=True)), colour)
+    _logarithmic(axes, "xy")
     used, most = figure_text(vocabulary["all"]["used"]), figure_text(vocabulary["all"]["by_rank"]["count"][0])
-    return _svg(
-        figure,
-        f"How often token ids stand in the store, the most frequent first: {used} ids, from {most} times down",
-    )
+    summary = f"How often token ids stand in the store, the most frequent first: {used} ids, from {most} times down"
+    return _svg(axes, summary)
 
 
-def _marker(points: Sequence[object]) -> str:
-    return "" if len(points) > 1 else "o"  # a line of one point is not seen
+def _curve(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:
+    marker = "" if len(points) > 1 else "o"  # a line of one point is not seen
+    axes.plot([x for x, _ in points], [y for _, y in points], color=colour, marker=marker)
 
 
-def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
+def _logarithmic(axes: Axes, names: str) -> None:
+    """Make axes logarithmic, with a few plain numbers on them however short they are."""
+    axes.set(**{f"{name}scale": "log" for name in names})
+    for axis in (getattr(axes, f"{name}axis") for name in names):
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**_DECADES else (1,), numticks=6))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_locator(NullLocator())
 
 
-def _logarithmic(axes: Axes, name: str) -> None:
-    """Make an axis logarithmic, with a few plain numbers on it however short it is."""
-    axes.set(**{f"{name}scale": "log"})
-    axis = axes.xaxis if name == "x" else axes.yaxis
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**_DECADES else (1,), numticks=6))
-    axis.set_major_formatter("{x:,g}")
-    axis.set_minor_locator(NullLocator())
-
-
-def _svg(figure: Figure, summary: str) -> Markup:
+def _svg(axes: Axes, summary: str) -> Markup:
     """Return a plot as an element of a page, which draws it in its own colour of text and at its own width."""
     text = StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    cast(Figure, axes.figure).savefig(text, format="svg", metadata={"Date": None})
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
     # comments and metadata name matplotlib and its site; ids that are not referred to would occur in every plot

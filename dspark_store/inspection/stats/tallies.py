@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,24 @@ _MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 
 
 @dataclass(frozen=True, slots=True)
-class Moments[Number: (float, np.ndarray)]:
+class Tally:
+    """What is kept of some samples. Two of them merge field by field: counts are added, tallies in them merge."""
+
+    def merge(self, later: Self) -> Self:
+        """Return the tally of both."""
+        return type(self)(*(_merged(getattr(self, field.name), getattr(later, field.name)) for field in fields(self)))
+
+
+def _merged(one: Any, later: Any) -> Any:  # noqa: ANN401 - whatever the fields of tallies are
+    if one is None or later is None:
+        return later if one is None else one
+    if isinstance(one, tuple):
+        return tuple(_merged(*parts) for parts in zip(one, later, strict=True))
+    return one.merge(later) if isinstance(one, Tally) else one + later
+
+
+@dataclass(frozen=True, slots=True)
+class Moments[Number: (float, np.ndarray)](Tally):
     """What is kept of ``count`` numbers, or of vectors feature by feature: sum, sum of squares, least and greatest.
 
     Sums are float64. Without numbers ``low`` is infinite, ``high`` minus infinite, and there is no mean.
@@ -34,15 +51,10 @@ class Moments[Number: (float, np.ndarray)]:
     low: Number
     high: Number
 
-    def merge(self, later: Moments[Number]) -> Moments[Number]:
+    def merge(self, later: Self) -> Self:
         """Return the moments of both."""
-        return Moments(
-            self.count + later.count,
-            self.total + later.total,
-            self.square + later.square,
-            np.minimum(self.low, later.low),
-            np.maximum(self.high, later.high),
-        )
+        low, high = np.minimum(self.low, later.low), np.maximum(self.high, later.high)
+        return type(self)(self.count + later.count, self.total + later.total, self.square + later.square, low, high)
 
     @property
     def mean(self) -> Number | None:
@@ -97,7 +109,7 @@ def quantile(counts: np.ndarray, share: float, low: float, high: float) -> float
 
 
 @dataclass(frozen=True, slots=True)
-class TokenTally:
+class TokenTally(Tally):
     """``counts`` and ``supervised`` (V,) int64 by id, of all tokens and of the supervised ones.
 
     ``outside`` counts tokens whose id is not in the vocabulary.
@@ -105,44 +117,24 @@ class TokenTally:
 
     counts: np.ndarray
     supervised: np.ndarray
-    outside: int = 0
-
-    def merge(self, later: TokenTally) -> TokenTally:
-        """Return the tally of both; they may know different numbers of ids."""
-        return TokenTally(
-            _sum(self.counts, later.counts), _sum(self.supervised, later.supervised), self.outside + later.outside
-        )
-
-
-def empty_tokens(vocabulary: int | None) -> TokenTally:
-    """Return the tally of no tokens."""
-    ids = min(vocabulary or 0, _MOST_IDS)
-    return TokenTally(np.zeros(ids, np.int64), np.zeros(ids, np.int64))
+    outside: int
 
 
 def tally_tokens(ids: np.ndarray, mask: np.ndarray, vocabulary: int | None) -> TokenTally:
     """Count some ids and their mask, both (tokens,).
 
-    ``vocabulary`` is how many ids the target knows; where no manifest says so, there are as many as occur. Ids past the
-    first 1 Mi are counted as outside.
+    ``vocabulary`` is how many ids the target knows, None where no manifest says so. Ids past the first 1 Mi are counted
+    as outside.
     """
-    known = (ids >= 0) & (ids < min(vocabulary or _MOST_IDS, _MOST_IDS))
+    size = min(vocabulary or _MOST_IDS, _MOST_IDS)
+    known = (ids >= 0) & (ids < size)
     kept = ids[known]
-    counts = np.bincount(kept, minlength=min(vocabulary or 0, _MOST_IDS))
-    supervised = np.bincount(kept[mask[known] == 1], minlength=len(counts))
-    return TokenTally(counts, supervised, int(len(ids) - len(kept)))
-
-
-def _sum(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    if len(one) < len(other):
-        one, other = other, one
-    total = one.copy()
-    total[: len(other)] += other
-    return total
+    counts, supervised = np.bincount(kept, minlength=size), np.bincount(ids[known & (mask == 1)], minlength=size)
+    return TokenTally(counts, supervised, len(ids) - len(kept))
 
 
 @dataclass(frozen=True, slots=True)
-class StateTally:
+class StateTally(Tally):
     """Of the tokens of a layer whose H values are all finite: what their means and spreads follow from.
 
     ``channels`` are the moments of their states, (H,) each; ``norms`` those of the tokens' Euclidean norms,
@@ -158,18 +150,6 @@ class StateTally:
     exponents: np.ndarray
     zeros: int
     nonfinite_tokens: int
-
-    def merge(self, later: StateTally) -> StateTally:
-        """Return the tally of both."""
-        return StateTally(
-            self.channels.merge(later.channels),
-            self.norms.merge(later.norms),
-            self.norm_bins + later.norm_bins,
-            self.first.merge(later.first),
-            self.exponents + later.exponents,
-            self.zeros + later.zeros,
-            self.nonfinite_tokens + later.nonfinite_tokens,
-        )
 
 
 def empty_tally(width: int, dtype: CacheDtype) -> StateTally:

@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from dspark_store.inspection.stats.figures import figure_text
 from dspark_store.inspection.stats.page import render_page
-from dspark_store.inspection.stats.report import figure_text, measure_store
-from dspark_store.inspection.stats.survey import Rules
+from dspark_store.inspection.stats.survey import Rules, measure_store
 from dspark_store.readers.cache import open_cache
 from tests.stores import Shape, build_store
 

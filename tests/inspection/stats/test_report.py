@@ -16,8 +16,8 @@ from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats import survey as shard_survey
-from dspark_store.inspection.stats.report import figure_text, measure_store
-from dspark_store.inspection.stats.survey import Rules
+from dspark_store.inspection.stats.figures import figure_text
+from dspark_store.inspection.stats.survey import Rules, measure_store
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import write_token_shard
@@ -237,9 +237,7 @@ def test_a_blend_is_counted_by_source(tmp_path):
 
 def test_another_store_at_the_same_path_is_refused(tmp_path):
     built = build_store(tmp_path)
-    survey = shard_survey.ShardSurvey(
-        built.storage, STORE_ID[::-1], "name", None, frozenset(), (0,), last=False, vocabulary=None
-    )
+    survey = replace(shard_survey.ShardSurvey.of(Cache(built.storage), Rules()), store_id=STORE_ID[::-1])
     with pytest.raises(ValueError, match="holds another store now"):
         survey(0)
 

@@ -8,8 +8,7 @@ import pytest
 
 from dspark_store.cli.main import main
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.inspection.stats.report import measure_store
-from dspark_store.inspection.stats.survey import Rules
+from dspark_store.inspection.stats.survey import Rules, measure_store
 from dspark_store.progress import Unseen, progress_shown_by
 from dspark_store.readers.cache import open_cache
 from tests.stores import RAGGED, Shape, build_store

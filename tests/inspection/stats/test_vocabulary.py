@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from dspark_store.inspection.stats.figures import summarise_vocabulary
-from dspark_store.inspection.stats.tallies import TokenTally, empty_tokens, tally_tokens
+from dspark_store.inspection.stats.figures import summarise_ids
+from dspark_store.inspection.stats.tallies import tally_tokens
 
 
 def tally(ids, mask=None, vocabulary=None):
-    return tally_tokens(np.array(ids), np.array(mask or [1] * len(ids)), vocabulary)
+    return tally_tokens(np.array(ids, np.int64), np.array(mask or [1] * len(ids), np.int64), vocabulary)
 
 
-def test_counts_are_by_id_and_merge_whatever_ids_they_know():
-    merged = tally([3, 1, 3], [1, 0, 0]).merge(tally([5, 1], [1, 1])).merge(empty_tokens(None))
-    assert merged.counts.tolist() == [0, 2, 0, 2, 0, 1]
-    assert merged.supervised.tolist() == [0, 1, 0, 1, 0, 1]
+def test_counts_are_by_id_and_merge():
+    merged = tally([3, 1, 3], [1, 0, 0], 7).merge(tally([5, 1], [1, 1], 7)).merge(tally([], vocabulary=7))
+    assert merged.counts.tolist() == [0, 2, 0, 2, 0, 1, 0]
+    assert merged.supervised.tolist() == [0, 1, 0, 1, 0, 1, 0]
 
 
 def test_ids_that_the_target_does_not_know_are_counted_apart():
@@ -24,21 +26,15 @@ def test_ids_that_the_target_does_not_know_are_counted_apart():
     assert (found.counts.tolist(), found.outside) == ([0, 1, 0, 0], 2)
 
 
-def test_one_damaged_id_does_not_take_all_memory():
-    found = tally([7, 2**31 - 1])
-    assert (len(found.counts), found.outside) == (8, 1)
-
-
-def test_a_vocabulary_that_only_a_manifest_bears_out_does_not_either():
-    found = empty_tokens(2**31 - 1).merge(tally([7, 2**31 - 2], vocabulary=2**31 - 1))
+@pytest.mark.parametrize("vocabulary", [None, 2**31 - 1])
+def test_neither_one_damaged_id_nor_a_manifest_takes_all_memory(vocabulary):
+    found = tally([7, 2**31 - 2], vocabulary=vocabulary)
     assert (len(found.counts), found.counts.sum(), found.outside) == (2**20, 1, 1)
 
 
 def test_the_figures_of_a_small_vocabulary():
     counts = np.array([10, 0, 50, 40])
-    figures = summarise_vocabulary(TokenTally(counts, counts * 0), 4, lambda ids: [f"<{token}>" for token in ids])
-    usage = figures["all"]
-    assert isinstance(usage, dict)
+    usage: Any = summarise_ids(counts, 4, lambda ids: [f"<{token}>" for token in ids])
     assert (usage["used"], usage["share_used"], usage["tokens"]) == (3, 0.75, 100)
     assert [(item["text"], item["count"], item["share"]) for item in usage["top"]] == [
         ("<2>", 50, 0.5),
@@ -52,14 +48,12 @@ def test_the_figures_of_a_small_vocabulary():
 
 
 def test_no_tokens_have_figures_too():
-    usage = summarise_vocabulary(empty_tokens(8), 8, None)["supervised"]
-    assert isinstance(usage, dict)
+    usage: Any = summarise_ids(np.zeros(8, np.int64), 8, None)
     assert (usage["used"], usage["entropy_bits"], usage["top"]) == (0, None, [])
     assert {item["ids"] for item in usage["needed"]} == {None}
 
 
 def test_coverage_is_the_share_of_the_most_frequent_ids():
     counts = np.concatenate([np.full(100, 9), np.full(900, 1), np.zeros(500, np.int64)])
-    usage = summarise_vocabulary(TokenTally(counts, counts), 1500, None)["all"]
-    assert isinstance(usage, dict)
+    usage = summarise_ids(counts, 1500, None)
     assert usage["coverage"] == [{"ids": 100, "share": 0.5}, {"ids": 1000, "share": 1.0}]
