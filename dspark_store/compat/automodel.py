@@ -22,11 +22,12 @@ from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import (
-    BOOKKEEPING_FIELDS,
     FORMAT_VERSION,
+    PEER_DEFAULTS,
     StoreRecord,
     identity_digest,
     mismatch_fields,
+    stored_manifest,
 )
 from dspark_store.format.metadata import ROOT_KEY, has_store, read_record, write_metadata
 from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, StoreSchema
@@ -72,7 +73,7 @@ def manifest_mismatch_fields(recorded: Mapping[str, JsonValue], manifest: Mappin
     """Return the sorted fields in which two manifests describe different stores.
 
     Bookkeeping never counts, nor do the path of the data and the name of the target where a manifest of our own tells
-    their content; between two manifests of these 17 fields they do, as upstream.
+    their content; between two manifests of these fields they do, as upstream.
     """
     return mismatch_fields(recorded, manifest)
 
@@ -105,14 +106,15 @@ def ensure_manifest_complete(manifest: Mapping[str, JsonValue], cache_dir: PathT
 
 
 def read_manifest(cache_dir: PathText, allow_incomplete: bool = False) -> dict[str, JsonValue]:
-    """Return the manifest with its bookkeeping fields.
+    """Return the manifest with its bookkeeping fields; what an older one lacks has its default.
 
     FileNotFoundError (``manifest not found``); ValueError (``format_version``, or ``incomplete`` unless allowed).
     """
     record = read_record(LocalStorage(cache_dir))
     if not record.manifest:
         raise FileNotFoundError(f"manifest not found: {cache_dir} has shards or weights, but no manifest yet")
-    manifest = {**record.manifest, "format_version": FORMAT_VERSION, "complete": record.declared_complete}
+    bookkeeping = {"format_version": FORMAT_VERSION, "complete": record.declared_complete}
+    manifest = {**PEER_DEFAULTS, **record.manifest, **bookkeeping}
     if not allow_incomplete:
         ensure_manifest_complete(manifest, cache_dir)
     return manifest
@@ -126,8 +128,7 @@ def write_manifest(cache_dir: PathText, manifest: Mapping[str, JsonValue]) -> st
     storage = LocalStorage(cache_dir)
     if manifest.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
         raise ValueError(f"format_version must be {FORMAT_VERSION}, got {manifest['format_version']!r}")
-    identity = {name: value for name, value in manifest.items() if name not in BOOKKEEPING_FIELDS}
-    record = _record_for_manifest(storage, identity)
+    record = _record_for_manifest(storage, stored_manifest(manifest))
     record = replace(record, declared_complete=manifest.get("complete", True) is True)
     _write_growing(storage, record)
     return manifest_path(cache_dir)

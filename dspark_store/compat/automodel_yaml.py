@@ -34,6 +34,7 @@ _OUTPUT = "cache_output_dir"
 _SAME_NAMES = (
     *("seq_length", "num_workers", "shuffle_seed", "mask_reasoning_content", "chat_template", "target_layer_ids"),
     *("draft_num_hidden_layers", "target_num_hidden_layers", "target_attn_implementation", "target_force_hf"),
+    "mask_generation_prompt",
     "trust_remote_code",
 )
 _SETTINGS_OF_RECIPE = {
@@ -52,8 +53,8 @@ _REQUIRED = ("target_model_name_or_path", "train_data_path", "seq_length")
 _DEFAULTS = {"resume": True, "batch_size": 1, "shard_size": 256, "order": "automodel"}
 _FSDP_SIZE_OF_STRATEGY = {"fsdp2": 0, "megatron_fsdp": 0, "mfsdp": 0, "ddp": 1}
 
-# Each would change what is stored, and none is done here: to ignore one would give another store than was asked for.
-_UNSUPPORTED = frozenset({"multimodal", "mask_generation_prompt"})
+# It would change what is stored, and is not done here: to ignore it would give another store than was asked for.
+_UNSUPPORTED = frozenset({"multimodal"})
 
 _MEANINGLESS_BLOCKS = frozenset(
     {"recipe", "optimizer", "lr_scheduler", "checkpoint", "wandb", "fp8", "compile", "peft", "dataset", "val_dataset"}

@@ -31,6 +31,9 @@ RECORDED_FIELDS = frozenset({"target_model", "train_data_path", "target_revision
 """Manifest fields that are written down and not compared, as far as the digests of `_DIGESTS` are there."""
 _DIGESTS = {"train_data_path": "source", "target_model": "target_weights"}
 """The field that tells by content what another one tells by name."""
+PEER_DEFAULTS: dict[str, JsonValue] = {"mask_reasoning_content": False, "mask_generation_prompt": False}
+"""Fields of the peer format that older manifests lack, with the value that they then have."""
+_LATER_FIELDS = frozenset({"mask_generation_prompt"})
 SETTLED_FIELDS = frozenset({"num_samples"})
 """Manifest fields that the token phase finds out; they follow from the others."""
 
@@ -79,8 +82,9 @@ def build_cache_manifest(
     shuffle_seed: int,
     mask_reasoning_content: bool,
     chat_template_sha256: str,
+    mask_generation_prompt: bool = False,
 ) -> dict[str, JsonValue]:
-    """Return a manifest's 17 fields: the target, the shapes, and the identity of the input."""
+    """Return a manifest's 18 fields: the target, the shapes, and the identity of the input."""
     width = int(target_text_config.hidden_size)
     return {
         "target_model": target_model,
@@ -99,17 +103,28 @@ def build_cache_manifest(
         "train_split": train_split,
         "shuffle_seed": shuffle_seed,
         "mask_reasoning_content": bool(mask_reasoning_content),
+        "mask_generation_prompt": bool(mask_generation_prompt),
         "chat_template_sha256": chat_template_sha256,
     }
 
 
+def stored_manifest(fields: Manifest) -> Manifest:
+    """Return a manifest as it is stored: without bookkeeping, and with later fields of the peer format only where set.
+
+    So a store that uses none of these has the identity that it had before there were any.
+    """
+    later = {name for name in _LATER_FIELDS if fields.get(name) == PEER_DEFAULTS[name]}
+    return {name: value for name, value in fields.items() if name not in BOOKKEEPING_FIELDS | later}
+
+
 def mismatch_fields(recorded: Manifest, manifest: Manifest, ignore: frozenset[str] = frozenset()) -> list[str]:
-    """Return the sorted fields whose values differ; a missing field equals null.
+    """Return the sorted fields whose values differ; a missing field equals its default in `PEER_DEFAULTS`, else null.
 
     Bookkeeping fields, those of `recorded_only` and ``ignore`` never count.
     """
     exempt = BOOKKEEPING_FIELDS | recorded_only(recorded, manifest) | ignore
     fields = (recorded.keys() | manifest.keys()) - exempt
+    recorded, manifest = PEER_DEFAULTS | dict(recorded), PEER_DEFAULTS | dict(manifest)
     return sorted(name for name in fields if recorded.get(name) != manifest.get(name))
 
 

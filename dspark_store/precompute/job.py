@@ -21,6 +21,7 @@ from dspark_store.format.manifest import (
     identity_digest,
     mismatch_fields,
     refuse_unfinished_copy,
+    stored_manifest,
 )
 from dspark_store.format.metadata import COPY_KEY, has_store, read_record
 from dspark_store.format.schema import StoreSchema
@@ -243,7 +244,7 @@ def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: lis
 def _upstream_identity(
     config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], template_sha256: str
 ) -> Manifest:
-    return build_cache_manifest(
+    manifest = build_cache_manifest(
         target_model=config.target_model,
         target_model_type=str(text.model_type),
         target_text_config=cast("object", text),  # type: ignore[arg-type] # a transformers config has these fields
@@ -256,8 +257,10 @@ def _upstream_identity(
         train_split=config.split,
         shuffle_seed=config.shuffle_seed,  # type: ignore[arg-type] # upstream knows no unshuffled store
         mask_reasoning_content=config.mask_reasoning_content,
+        mask_generation_prompt=config.mask_generation_prompt,
         chat_template_sha256=template_sha256,
     )
+    return stored_manifest(manifest)
 
 
 def _target_identity(target: TargetDescription) -> dict[str, JsonValue]:

@@ -53,7 +53,8 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: C
     supervised: list[Span] = []
     text = renderer.render(messages, tools, variables, tagged=supervised if tagged else None)
     find_reasoning = options.mask_reasoning_content and any(map(has_reasoning, messages))
-    if not said or (tagged and not unwanted and not cut_off and not find_reasoning):
+    find_prompts = options.mask_generation_prompt
+    if not said or (tagged and not (unwanted or cut_off or find_reasoning or find_prompts)):
         return Rendered(text, supervised, [], [])
 
     _probe(renderer, tools, variables)
@@ -61,6 +62,8 @@ def render_with_spans(renderer: Renderer, conversation: Conversation, options: C
     if not tagged:
         supervised = [turns.span_said(index, options.mask_headers) for index in said if wanted[index]]
     masked: list[Span | Stretch] = [turns.span(index) for index in unwanted] if tagged else []
+    if find_prompts:
+        masked += [turns.prompt_span(index) for index in said if wanted[index]]
     warnings: list[str] = []
     if cut_off:
         masked.append((turns.closing(), len(text)))

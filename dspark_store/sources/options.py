@@ -25,6 +25,7 @@ _RESERVED = frozenset(
     | {"tokenizer_kwargs", "raise_exception", "strftime_now", "additional_special_tokens", *_SPECIAL_TOKENS}
 )
 _NOT_IDENTITY = frozenset({"max_refused"})  # it decides whether a job goes on, and not what is in its store
+_LATER = frozenset({"mask_generation_prompt"})  # part of the identity only where set: older stores lack it
 
 
 def _unchanged(value: object) -> object:
@@ -126,6 +127,8 @@ class ChatOptions(RowOptions):
         mask_headers: do not supervise the role headers of assistant messages, where the template has no generation
             tags.
         mask_reasoning_content: do not supervise the `reasoning_content` of assistant messages.
+        mask_generation_prompt: do not supervise what the template's generation prompt writes before an answer: its
+            header, and a block of reasoning that is opened or left empty; with generation tags too.
         chat_template_kwargs: variables for the chat template; those of a row win over them, key by key.
         text_column: rows are the text of this key, with the special tokens that the tokenizer adds by itself, and
             nothing else; all of it is supervised.
@@ -136,6 +139,9 @@ class ChatOptions(RowOptions):
 
     mask_headers: bool = _option(False, "do not supervise the role headers of assistant messages")
     mask_reasoning_content: bool = _option(False, "do not supervise reasoning_content")
+    mask_generation_prompt: bool = _option(
+        False, "do not supervise what the generation prompt writes before an answer, as NeMo Automodel has it"
+    )
     chat_template_kwargs: Mapping[str, JsonValue] | None = _option(
         None,
         'variables for the chat template, such as {"enable_thinking": false}',
@@ -189,5 +195,5 @@ def option_values(options: ChatOptions) -> dict[str, Any]:
 
 def options_identity(options: ChatOptions) -> dict[str, JsonValue]:
     """Return the options that decide the samples. One that is None, which is not given, is not among them."""
-    values = option_values(options)
-    return {name: value for name, value in values.items() if name not in _NOT_IDENTITY and value is not None}
+    values = {name: value for name, value in option_values(options).items() if name not in _NOT_IDENTITY}
+    return {name: value for name, value in values.items() if value is not None and (value or name not in _LATER)}

@@ -220,6 +220,12 @@ class Renderer:
         """Whether some conversation can make the template ask the clock."""
         return any(map(may_ask_clock, self._all_templates()))
 
+    @property
+    def thinking_modes(self) -> list[dict[str, JsonValue]]:
+        """The variables that make the template write each of its generation prompts."""
+        thinks = any("enable_thinking" in text for text in self._all_templates())
+        return [{"enable_thinking": mode} for mode in (True, False)] if thinks else [{}]
+
     def tokenise(self, texts: list[str]) -> list[Tokens]:
         """Tokenise rendered texts, all in one call of the tokenizer."""
         if not texts:
@@ -290,8 +296,20 @@ class Rendering:
         self._template_kwargs = template_kwargs
         self._renders = 0
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Render other messages in the same way.
+    def generation_prompts(self, messages: Sequence[Message]) -> list[str]:
+        """Return what the template appends to these messages to have the assistant speak, in each mode of thinking.
+
+        A first answer is prompted as it is behind a question. What changes the text before it is no such prompt.
+        """
+        messages = messages or [{"role": "user", "content": "a"}]
+        before = self.attempt(messages)
+        if before is None:
+            return []
+        texts = [self.attempt(messages, mode) or "" for mode in self.renderer.thinking_modes]
+        return [text.removeprefix(before) for text in texts if text.startswith(before)]
+
+    def render(self, messages: Sequence[Message], prompt: Mapping[str, JsonValue] | None = None) -> str:
+        """Render other messages in the same way, or up to a generation prompt with more variables.
 
         Raises:
             RenderLimitError: there were too many renders of this conversation.
@@ -300,12 +318,13 @@ class Rendering:
         """
         self.expect(1)
         self._renders += 1
-        return self.renderer.render(messages, self._tools, self._template_kwargs)
+        variables = self._template_kwargs if prompt is None else {**(self._template_kwargs or {}), **prompt}
+        return self.renderer.render(messages, self._tools, variables, generation_prompt=prompt is not None)
 
-    def attempt(self, messages: Sequence[Message]) -> str | None:
+    def attempt(self, messages: Sequence[Message], prompt: Mapping[str, JsonValue] | None = None) -> str | None:
         """Do the same; None if the template refuses them."""
         try:
-            return self.render(messages)
+            return self.render(messages, prompt)
         except RenderLimitError:
             raise
         except SourceError:

@@ -114,6 +114,12 @@ class Turns:
             )
         return start, stop
 
+    def prompt_span(self, index: int) -> Span:
+        """Return the stretch of an answer that the generation prompt wrote: the longest of its modes found whole."""
+        start = self._boundary(index)
+        prompts = self.rendering.generation_prompts(self._messages[:index])
+        return start, start + max((len(text) for text in prompts if self._text.startswith(text, start)), default=0)
+
     def closing(self) -> int:
         """Return where that begins which the template writes to close the last message."""
         last = len(self._messages) - 1

@@ -8,6 +8,8 @@ from torch import nn
 
 import dspark_store as ds
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.metadata import read_record
+from dspark_store.format.storage import LocalStorage
 from tests.upstream import CONFIG, WIDTH, manifest_of, same, shard_of, target_batch, write_cache
 
 UPSTREAM_SCRIPT = """
@@ -131,9 +133,9 @@ def test_existing_shards_are_the_committed_ones(tmp_path):
     assert ds.existing_shard_indices(tmp_path) == {0, 1}
 
 
-def test_a_manifest_has_the_17_fields_and_comes_back_with_bookkeeping(tmp_path):
+def test_a_manifest_has_the_18_fields_and_comes_back_with_bookkeeping(tmp_path):
     manifest = manifest_of(2)
-    assert len(manifest) == 17
+    assert len(manifest) == 18
     assert (manifest["target_hidden_dim"], manifest["target_last_hidden_dim"]) == (48, 16)
     assert ds.write_manifest(tmp_path, manifest) == ds.manifest_path(tmp_path)
     assert ds.read_manifest(tmp_path) == {**manifest, "format_version": 1, "complete": True}
@@ -159,6 +161,24 @@ def test_mismatching_fields_are_sorted_and_leave_out_bookkeeping_and_names_besid
         "complete": True,
     }
     assert ds.manifest_mismatch_fields(recorded, new) == ["seq_length", "shuffle_seed"]
+
+
+def test_a_manifest_from_before_a_field_equals_one_with_its_default_in_identity_and_in_comparison(tmp_path):
+    old = {name: value for name, value in manifest_of(2).items() if name != "mask_generation_prompt"}
+    ds.write_manifest(tmp_path / "old", old)
+    ds.write_manifest(tmp_path / "new", manifest_of(2))
+    old_bytes, new_bytes = ((tmp_path / name / "zarr.json").read_bytes() for name in ("old", "new"))
+    assert old_bytes == new_bytes
+    recorded = ds.read_manifest(tmp_path / "old")
+    assert recorded["mask_generation_prompt"] is False
+    assert ds.manifest_mismatch_fields(old, manifest_of(2)) == []
+    masked = manifest_of(2, mask_generation_prompt=True)
+    assert ds.manifest_mismatch_fields(recorded, masked) == ["mask_generation_prompt"]
+    ds.write_manifest(tmp_path / "masked", masked)
+    assert ds.read_manifest(tmp_path / "masked")["mask_generation_prompt"] is True
+    assert (
+        read_record(LocalStorage(tmp_path / "masked")).store_id != read_record(LocalStorage(tmp_path / "old")).store_id
+    )
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def test_every_key_of_a_sharded_recipe_arrives_in_its_setting():
     assert (config.num_workers, config.draft_num_hidden_layers, config.target_num_hidden_layers) == (2, 3, 6)
     assert (config.target_layer_ids, config.backend, config.timeout_minutes) == ((), "gloo", 120)
     assert config.mask_reasoning_content
+    assert config.mask_generation_prompt
     assert config.target_force_hf
     assert config.trust_remote_code
     assert config.resume
@@ -183,7 +184,6 @@ def test_sizes_of_no_meaning_are_told_unless_they_are_1_or_null():
         ),
         (recipe(micro_batch_size=0), "recipe_args.micro_batch_size must be >= 1, got 0"),
         (recipe(multimodal=True), "recipe_args.multimodal is not supported"),
-        (recipe(mask_generation_prompt=True), "recipe_args.mask_generation_prompt is not supported"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_key_of_the_file(document, message):
@@ -193,7 +193,7 @@ def test_a_mistake_is_one_line_with_the_key_of_the_file(document, message):
 
 
 def test_what_is_not_supported_may_be_switched_off():
-    assert settings_of(recipe(multimodal=False, mask_generation_prompt=False))[1] == []
+    assert settings_of(recipe(multimodal=False))[1] == []
 
 
 WORDS = ["one", "two", "three", "four", "five"]

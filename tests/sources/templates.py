@@ -161,12 +161,14 @@ def shown(
     *,
     reasoning: bool = False,
     headers: bool = False,
+    prompts: bool = False,
     **conversation: object,
 ) -> str:
     """Return the text of a conversation with what is supervised in `[[` and `]]`."""
     renderer = template if isinstance(template, Renderer) else Renderer(byte_tokenizer(template))
     chat = Conversation(messages, tools, **conversation)  # type: ignore[arg-type]
-    rendered = render_with_spans(renderer, chat, ChatOptions(mask_reasoning_content=reasoning, mask_headers=headers))
+    options = ChatOptions(mask_reasoning_content=reasoning, mask_headers=headers, mask_generation_prompt=prompts)
+    rendered = render_with_spans(renderer, chat, options)
     (tokens,) = renderer.tokenise([rendered.text])
     assert tokens.encoding is not None
     mask = loss_mask(renderer, rendered, tokens)

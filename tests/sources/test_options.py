@@ -32,6 +32,11 @@ def test_options_that_are_not_given_are_no_part_of_the_identity():
     assert "truncation_side" not in options_identity(DEFAULT_OPTIONS)
 
 
+def test_an_option_that_older_stores_lack_is_part_of_the_identity_only_where_it_is_set():
+    assert "mask_generation_prompt" not in options_identity(DEFAULT_OPTIONS)
+    assert options_identity(ChatOptions(mask_generation_prompt=True))["mask_generation_prompt"] is True
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -395,6 +395,33 @@ def test_only_the_last_answer_is_cut_off_and_only_if_it_is_the_last_message():
     assert shown(CHATML, TWO, ended=False).endswith("[[<|im_start|>assistant\nd]]<|im_end|>\n")
 
 
+# What the generation prompt writes
+
+
+def test_a_header_that_the_prompt_writes_is_not_supervised_with_tags_or_without():
+    tagged = CHATML.replace("{{ '<|im_start|>' + m.role", "{% generation %}{{ '<|im_start|>' + m.role", 1).replace(
+        "+ '<|im_end|>\n' }}", "+ '<|im_end|>\n' }}{% endgeneration %}", 1
+    )
+    expected = "<|im_start|>assistant\n[[b<|im_end|>\n]]<|im_start|>user\nc"
+    assert expected in shown(CHATML, TWO, prompts=True)
+    assert "[[b<|im_end|>\n<|im_start|>user" in shown(tagged, TWO, prompts=True)
+    assert shown(CHATML, TWO[1:], prompts=True).startswith("<|im_start|>assistant\n[[b")
+
+
+def test_a_block_of_reasoning_that_the_prompt_leaves_empty_is_not_supervised_and_one_that_was_said_is():
+    empty = shown(QWEN3, [user("a"), said("b")], prompts=True)
+    assert empty.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n[[b<|im_end|>\n]]")
+    thought = shown(QWEN3, [user("a"), said("b", "why")], prompts=True)
+    assert thought.endswith("<|im_start|>assistant\n[[<think>\nwhy\n</think>\n\nb<|im_end|>\n]]")
+
+
+def test_a_prompt_that_stands_only_in_part_or_changes_what_is_before_masks_nothing():
+    partly = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif")
+    assert "[[<|im_start|>assistant\nb" in shown(partly, TWO, prompts=True)
+    rewriting = "{% if add_generation_prompt %}S{% endif %}" + CHATML
+    assert "[[<|im_start|>assistant\nb" in shown(rewriting, TWO, prompts=True)
+
+
 # Cost
 
 
