@@ -16,7 +16,7 @@ import torch
 import zarr
 
 from dspark_store import Cache, open_cache, verify_store
-from dspark_store.format.sizes import distinct_states, padded_bytes, ragged_bytes
+from dspark_store.format.sizes import of_rows_text, padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
@@ -47,15 +47,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_sizes(cache: Cache) -> None:
-    tokens, last_layer = int(cache.lengths.sum()), cache.record.last_layer
-    stored = stored_bytes(cache)
-    ragged, padded = ragged_bytes(cache.schema, last_layer, tokens), padded_bytes(cache.schema, len(cache))
-    vectors = distinct_states(cache.schema, last_layer)
+    tokens = int(cache.lengths.sum())
+    ways = {
+        "stored": stored_bytes(cache),
+        "ragged rows": ragged_rows_bytes(cache.schema, tokens),
+        "padded safetensors": padded_bytes(cache.schema, len(cache)),
+    }
     rate = cache.record.producers[-1].get("tokens_per_second", 0)
     print(f"\n3. How large it is: {len(cache)} samples of {tokens / len(cache):.0f} tokens in the mean\n")
-    print(f"   stored                    {size_text(stored):>10}")
-    print(f"   ragged bf16               {size_text(ragged):>10}   {ragged / stored:.2f}x ({vectors} vectors a token)")
-    print(f"   padded bf16 safetensors   {size_text(padded):>10}   {padded / stored:.2f}x")
+    for name, count in ways.items():
+        print(f"   {name:18} {size_text(count):>10}   {of_rows_text(cache.schema, tokens, count)}")
     print(f"   captured at {rate:.0f} tokens/s")
 
 

@@ -38,7 +38,7 @@ def heat_maps(out: Path, measured: Mapping[Setting, Measured], accesses: Sequenc
     }
     written: dict[str, Callable[[Measured], float]] = {
         "write, MB/s": lambda one: one.writing.median / 1e6,
-        "stored bytes\nper byte of states": lambda one: one.facts.stored,
+        "stored, of ragged bf16\nrows of K+1 vectors": lambda one: one.facts.stored,
         "bytes read per byte wanted,\nspan": lambda one: one.facts.amplification["span"],
         "bytes read per byte wanted,\nscattered": lambda one: one.facts.amplification["scattered"],
     }
@@ -110,9 +110,9 @@ def size_against_speed(
                 ring = {"facecolor": "none", "edgecolor": "C3", "linewidth": 1.6}
                 axes.scatter(x, y, marker=shape, s=190, label=name, **ring)
     for axes in grid[-1]:
-        axes.set_xlabel("stored bytes per byte of states")
+        axes.set_xlabel("stored, of ragged bf16 rows of K+1 vectors")
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(10, (0.5, 0.6, 0.7, 0.8, 1, 1.2, 1.5, 2, 3, 4, 5)))
+        axes.xaxis.set_major_locator(LogLocator(10, (0.4, 0.5, 0.6, 0.7, 0.8, 1, 1.2, 1.5, 2, 3, 4, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     for axes in grid[:, 0]:

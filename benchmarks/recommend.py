@@ -14,6 +14,7 @@ from benchmarks.measure import BATCH, Axes, Setting, Trial, requests
 from benchmarks.samples import Samples
 from benchmarks.tables import Cell, Column, Table
 from dspark_store.format.schema import StoreSchema
+from dspark_store.format.sizes import ratio_text
 from dspark_store.readers.ranges import DEFAULT_OPEN_OBJECTS
 
 TOLERANCE = 0.02
@@ -81,7 +82,7 @@ def opened_share(samples: int, shard_size: int, layers: int, open_objects: int =
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting, its rate in valid bytes per second, its stored bytes per valid byte, and its objects per sample."""
+    """A setting, its rate in valid bytes per second, what it stores of ragged bf16 rows, and its objects per sample."""
 
     setting: Setting
     rate: float
@@ -213,7 +214,7 @@ class Search:
         for name, trial in self._trials.items():
             with trial.opened("sample") as reading:
                 line = reading.bytes_read(self._batches) / self._bytes
-            work, stored = times[name].median / self._bytes, sum(trial.files.values()) / self._samples.state_bytes
+            work, stored = times[name].median / self._bytes, sum(trial.files.values()) / self._samples.ragged_bytes
             for rows in shard_sizes:
                 cost = ReadCost(work, line, *opening(self._samples.schema(*name, rows)))
                 known[Setting(*name, rows)] = Known(cost, stored)
@@ -295,8 +296,8 @@ def recommendation(
     beside = ""
     if plain and setting.codec != "none":
         other = choose(plain)
-        size, rate = other.stored / chosen.stored, other.rate / 1e6
-        beside = f" Uncompressed it would be {size:.2f} times as large and read at {rate:,.0f} MB/s."
+        size, rate = ratio_text(other.stored, plan.layers + 1), other.rate / 1e6
+        beside = f" Uncompressed it would be {size} and read at {rate:,.0f} MB/s."
     opened = "all objects stay open"
     if workload.opened:
         opened = f"{workload.opened:.0%} of the objects that a batch visits are opened anew"
@@ -304,8 +305,8 @@ def recommendation(
     return (
         f"Take codec {setting.codec}, {setting.chunk_tokens} tokens per chunk and {setting.shard_size} samples per "
         f"shard. From storage of {plan.storage_rate / 1e6:,.0f} MB/s{origin} with {cores} "
-        f"cores, training reads {chosen.rate / 1e6:,.0f} MB of states per second, bound by {bound}, and a byte of "
-        f"states takes {chosen.stored:.3f} bytes on disk.{beside} Shards of {setting.shard_size} samples: {opened}, "
+        f"cores, training reads {chosen.rate / 1e6:,.0f} MB of states per second, bound by {bound}, and the store "
+        f"is {ratio_text(chosen.stored, plan.layers + 1)}.{beside} Shards of {setting.shard_size} samples: {opened}, "
         f"and {plan.samples:,} samples are {chosen.objects * plan.samples:,.0f} objects of states. Of settings within "
         f"{TOLERANCE:.0%} of the fastest, this is the smallest store.\n\n    {setting.flags}"
     )

@@ -56,6 +56,11 @@ class Samples:
         return sum(self.lengths) * self.layers * self.vector_bytes
 
     @property
+    def ragged_bytes(self) -> int:
+        """Bytes of the same samples as ragged bf16 rows of K + 1 vectors, ids and mask: what stored sizes are of."""
+        return sum(self.lengths) * ((self.layers + 1) * self.width * BF16.itemsize + 5)
+
+    @property
     def mean_bytes(self) -> float:
         """Valid bytes that a sample is in training, in the mean: K + 1 vectors a token."""
         return statistics.mean(self.lengths) * (self.layers + 1) * self.vector_bytes

@@ -32,7 +32,7 @@ class ReadCase:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a setting takes: stored bytes per valid byte of states, objects, opening, bytes read per byte wanted."""
+    """What a setting takes: stored bytes of ragged bf16 rows, objects, opening, bytes read per byte wanted."""
 
     stored: float
     objects: int
@@ -163,7 +163,7 @@ class Sweep:
                 amplification[access] = reading.bytes_read(wanted) / self._wanted[access]
         self._progress("counting bytes", done, len(self.trials))
         files = trial.files
-        return Facts(sum(files.values()) / self.samples.state_bytes, len(files), trial.opening(), amplification)
+        return Facts(sum(files.values()) / self.samples.ragged_bytes, len(files), trial.opening(), amplification)
 
     def _reads(self, what: str, cases: set[tuple[Setting, ReadCase]]) -> dict[tuple[Setting, ReadCase], Spread]:
         """Time the batches of every case."""
@@ -244,8 +244,8 @@ def _codec_table(measured: Mapping[Setting, Measured], rows: int) -> Table:
         f"Codec and tokens per chunk, {rows} samples per shard",
         measured,
         facets,
-        "*stored*: bytes on disk, tokens included, per valid byte of states. Rates are medians in MB of valid states "
-        "per second, from the page cache, or behind a line of the rate named.",
+        "*stored*: bytes on disk, tokens included, of ragged bf16 rows of K+1 vectors. Rates are medians in MB of "
+        "valid states per second, from the page cache, or behind a line of the rate named.",
         f"{meaning[0].upper()}{meaning[1:]}.",
     )
 

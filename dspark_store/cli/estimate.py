@@ -11,14 +11,14 @@ from dspark_store.cli.precompute import add_arguments as add_precompute_argument
 from dspark_store.cli.precompute import config_of
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.format.sizes import padded_bytes, ragged_once_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import of_ragged_rows, of_rows_text, padded_bytes, ragged_once_bytes, ragged_rows_bytes
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.settings import PrecomputeConfig, settings
 from dspark_store.settings import flag
 from dspark_store.text import say, say_json, size_text, time_text
 
 if TYPE_CHECKING:
-    from dspark_store.inspection.estimate.estimation import Bytes, PartEstimate, StoreEstimate
+    from dspark_store.inspection.estimate.estimation import Bytes, PartEstimate
     from dspark_store.inspection.estimate.forecast import Forecast
 
 MEASURED_ROWS = 32
@@ -120,22 +120,33 @@ def _lines(forecast: Forecast) -> Iterator[str]:
     yield f"disk free          {size_text(forecast.free)}"
     yield f"time               {_time(forecast)}"
     yield ""
-    yield from _part_lines(chosen)
+    yield from _part_lines(forecast)
     yield ""
     yield from _variant_lines(forecast)
     yield ""
     yield from _elsewhere_lines(forecast)
 
 
-def _part_lines(chosen: StoreEstimate) -> Iterator[str]:
-    yield f"{'part':34} {'before':>10}  {'stored':>10}  {'':23} {'ratio':>6}  share"
+def _part_lines(forecast: Forecast) -> Iterator[str]:
+    chosen = forecast.chosen
+    yield f"{'part':34} {'before':>10}  {'stored':>10}  {'':23} {'of rows':>7}  share"
     for part in chosen.parts:
+        ratio = _ratio(forecast, part)
         share = part.stored.expected / chosen.total.expected
         spread = _spread(part.stored)
         yield (
             f"{_name(part):34} {size_text(part.before):>10}  {size_text(part.stored.expected):>10}  {spread:23} "
-            f"{part.ratio:5.2f}x {share:6.1%}"
+            f"{'' if ratio is None else f'{ratio:.3f}':>7} {share:6.1%}"
         )
+
+
+def _ratio(forecast: Forecast, part: PartEstimate) -> float | None:
+    """Return what a column is of the ragged bf16 rows; the target's tables are none of theirs."""
+    from dspark_store.inspection.estimate.estimation import TABLES
+
+    if part.name == TABLES:
+        return None
+    return of_ragged_rows(forecast.chosen.schema, forecast.corpus.tokens, part.stored.expected)
 
 
 def _name(part: PartEstimate) -> str:
@@ -159,10 +170,10 @@ def _variant_lines(forecast: Forecast) -> Iterator[str]:
 def _elsewhere_lines(forecast: Forecast) -> Iterator[str]:
     from dspark_store.inspection.estimate.estimation import TABLES
 
-    samples = sum(part.stored.expected for part in forecast.chosen.parts if part.name != TABLES)
-    yield f"{'the same samples elsewhere':34} {'':>10}  {'of the columns':>22}"
-    for name, count in _elsewhere(forecast).items():
-        yield f"{name:34} {size_text(count):>10}  {count / samples:21.2f}x"
+    schema, tokens = forecast.chosen.schema, forecast.corpus.tokens
+    here = sum(part.stored.expected for part in forecast.chosen.parts if part.name != TABLES)
+    for name, count in {"the samples here": here, **_elsewhere(forecast)}.items():
+        yield f"{name:34} {size_text(count):>10}  {of_rows_text(schema, tokens, count)}"
 
 
 def _elsewhere(forecast: Forecast) -> dict[str, int]:
@@ -214,7 +225,7 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
         "chunk_tokens": chosen.schema.chunk_tokens,
         "store_bytes": _range(chosen.total),
         "state_bytes": _range(chosen.states),
-        "parts": [_part_document(part, chosen) for part in chosen.parts],
+        "parts": [_part_document(part, forecast) for part in chosen.parts],
         "variants": [
             {"codec": store.variant.codec, "dtype": store.variant.dtype, "store_bytes": _range(store.total)}
             for store in forecast.others
@@ -227,14 +238,14 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
     }
 
 
-def _part_document(part: PartEstimate, chosen: StoreEstimate) -> dict[str, JsonValue]:
+def _part_document(part: PartEstimate, forecast: Forecast) -> dict[str, JsonValue]:
     return {
         "part": part.name,
         "layer_id": part.layer_id,
         "before_bytes": part.before,
         "stored_bytes": _range(part.stored),
-        "ratio": part.ratio,
-        "share": part.stored.expected / chosen.total.expected,
+        "of_ragged_rows": _ratio(forecast, part),
+        "share": part.stored.expected / forecast.chosen.total.expected,
     }
 
 

@@ -12,6 +12,7 @@ from typing import TextIO
 from dspark_store.cli.options import DAMAGED
 from dspark_store.cli.terminal import Colours, columns, entry
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.sizes import ratio_text
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.summary import ShardRun, Summary, summarise
 from dspark_store.sources.identity import chat_rules
@@ -167,11 +168,11 @@ def _layers(summary: Summary) -> str:
 
 
 def _columns(summary: Summary, colours: Colours) -> Iterator[str]:
-    yield colours.paint(f"{'':<10}{'column':<27}{'valid':>11}{'stored':>11}{'ratio':>7}", "bold")
+    yield colours.paint(f"{'':<10}{'column':<27}{'valid':>11}{'stored':>11}{'of rows':>9}", "bold")
     for column in (*summary.columns, summary.together):
         logical = "?" if column.logical_bytes is None else size_text(column.logical_bytes)
-        ratio = "" if column.ratio is None else f"{column.ratio:.2f}"
-        yield f"{'':<10}{column.name:<27}{logical:>11}{size_text(column.stored_bytes):>11}{ratio:>7}"
+        ratio = "" if column.of_ragged_rows is None else f"{column.of_ragged_rows:.3f}"
+        yield f"{'':<10}{column.name:<27}{logical:>11}{size_text(column.stored_bytes):>11}{ratio:>9}"
 
 
 def _counted(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -189,14 +190,16 @@ def _counted(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _comparison(summary: Summary) -> Iterator[tuple[str, str]]:
     compared = summary.comparison
-    if compared is not None and compared.padded_ratio is not None and compared.ragged_ratio is not None:
+    if compared is not None:
         vectors, limit, dtype = len(summary.layers), summary.layout.seq_length, summary.layout.dtype
         of = "" if summary.complete else f" for the {compared.samples:,} samples with states"
         yield "size", f"{size_text(compared.stored_bytes)}{of}"
-        padded, ragged = size_text(compared.padded_bytes), size_text(compared.ragged_bytes)
-        rows = f"{vectors} {dtype} vectors at {limit:,} positions"
-        yield "saved", f"{compared.padded_ratio:.2f}x against padded: {padded}, {rows}"
-        yield "", f"{compared.ragged_ratio:.2f}x against ragged: {ragged}, the same at valid positions only"
+        ours, padded = (
+            ratio_text(ratio, vectors) for ratio in (compared.stored_of_ragged_rows, compared.padded_of_ragged_rows)
+        )
+        yield "", f"{ours}, {size_text(compared.ragged_bytes)}"
+        yield "padded", f"{size_text(compared.padded_bytes)}: {vectors} {dtype} vectors at {limit:,} positions"
+        yield "", padded
     beside = [f"{group.name} {size_text(group.bytes)}" for group in summary.beside if group.files]
     yield "beside", ", ".join(beside)
     for line in summary.links.lines():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
+from dspark_store.format.sizes import of_rows_text
 from dspark_store.text import say, size_text
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def _tells(cache: Cache) -> str:
     schema = cache.schema
     from dspark_store.precompute.report import stored_bytes
 
-    stored = size_text(stored_bytes(cache))
+    stored = stored_bytes(cache)
     return (
-        f"{stored} ({schema.codec}, {schema.chunk_tokens} tokens a chunk, {schema.shard_size} samples a "
-        f"shard, {schema.num_layers} layers)"
+        f"{size_text(stored)}, {of_rows_text(schema, int(cache.lengths.sum()), stored)} ({schema.codec}, "
+        f"{schema.chunk_tokens} tokens per chunk, {schema.shard_size} samples per shard, {schema.num_layers} layers)"
     )

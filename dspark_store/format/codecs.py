@@ -2,7 +2,8 @@
 
 A chain is Zarr's own (``bytes`` then maybe ``blosc``, or ``numcodecs.pcodec``), always followed by ``crc32c``, so that
 stock readers decode it from ``zarr.json`` alone. blosc's block size is part of the preset: on real states the
-automatic one gives 1.23-1.27x where 512 KiB gives 1.40-1.45x, at half the decode speed.
+automatic one stores 0.66-0.68 of ragged bf16 rows of 6 vectors at half the decode speed, where 512 KiB stores
+0.57-0.60.
 """
 
 from __future__ import annotations

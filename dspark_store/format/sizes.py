@@ -1,4 +1,7 @@
-"""What samples amount to, before compression: here, in padded safetensors and in ragged rows. Pure arithmetic."""
+"""What samples amount to, before compression: here, in padded safetensors and in ragged rows. Pure arithmetic.
+
+Every ratio that is printed has one denominator, the ragged bf16 rows of K + 1 vectors: see `ragged_rows_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,23 @@ def ragged_once_bytes(schema: StoreSchema, last_layer: int, tokens: int) -> int:
 
 
 def ragged_rows_bytes(schema: StoreSchema, tokens: int) -> int:
-    """Return the bytes of the same tokens as rivals keep ragged rows: all K + 1 state vectors, ids and mask."""
-    return tokens * ((schema.num_layers + 1) * schema.hidden_size * schema.dtype.itemsize + 5)
+    """Return the bytes of the same tokens as rivals keep ragged rows: all K + 1 vectors in bf16, ids and mask."""
+    return tokens * ((schema.num_layers + 1) * schema.hidden_size * 2 + 5)
+
+
+def of_ragged_rows(schema: StoreSchema, tokens: int, count: float) -> float | None:
+    """Return what ``count`` bytes are of the ragged bf16 rows of ``tokens`` positions; None where those are none."""
+    return count / ragged_rows_bytes(schema, tokens) if tokens else None
+
+
+def ratio_text(ratio: float | None, vectors: int) -> str:
+    """Return a ratio of `of_ragged_rows` with its denominator, of ``vectors`` = K + 1 vectors."""
+    return f"{0.0 if ratio is None else ratio:.3f} of ragged bf16 rows of {vectors} vectors"
+
+
+def of_rows_text(schema: StoreSchema, tokens: int, count: float) -> str:
+    """Return `of_ragged_rows` with its denominator."""
+    return ratio_text(of_ragged_rows(schema, tokens, count), schema.num_layers + 1)
 
 
 def padded_bytes(schema: StoreSchema, samples: int) -> int:

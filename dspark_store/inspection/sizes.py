@@ -17,7 +17,7 @@ from dspark_store.format.ledger import counted_objects
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, LAST, LAYERS, TOKEN_OBJECTS, StoreSchema
-from dspark_store.format.sizes import padded_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import of_ragged_rows, padded_bytes, ragged_rows_bytes
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TOKEN_VALUES
 
@@ -34,7 +34,8 @@ class ColumnSize:
     """Bytes of a column, or of the layer ``layer_id`` in it.
 
     ``logical_bytes`` are its values at valid positions before compression, None when the lengths are unknown,
-    ``padded_bytes`` those at all S positions. Values that stand in an object of `target_last_hidden_states` too count
+    ``padded_bytes`` those at all S positions; ``of_ragged_rows`` is what is stored, of the ragged bf16 rows of K + 1
+    vectors of the samples that are counted. Values that stand in an object of `target_last_hidden_states` too count
     there alone: of such a layer, which is ``shared``, both are 0.
     """
 
@@ -43,7 +44,7 @@ class ColumnSize:
     logical_bytes: int | None
     padded_bytes: int
     stored_bytes: int
-    ratio: float | None
+    of_ragged_rows: float | None
     shared: bool = False
 
 
@@ -52,17 +53,17 @@ class OtherLayouts:
     """What the samples whose states are there take, and what rivals would take for them.
 
     ``stored_bytes`` is all of their columns. ``padded_bytes``: NeMo Automodel's safetensors shards, K + 1 vectors at
-    all S positions, ids and mask as int64. ``ragged_bytes``: rows of K + 1 vectors, ids as int32 and mask as a byte, at
-    valid positions only. Both in the cache dtype and without compression; the ratios are their bytes by ours.
+    all S positions in the cache dtype, ids and mask as int64. ``ragged_bytes``: rows of K + 1 vectors in bf16, ids as
+    int32 and mask as a byte, at valid positions only. Both without compression; the ratios are of ``ragged_bytes``.
     """
 
     samples: int
     tokens: int
     stored_bytes: int
+    stored_of_ragged_rows: float | None
     padded_bytes: int
-    padded_ratio: float | None
+    padded_of_ragged_rows: float | None
     ragged_bytes: int
-    ragged_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def _object_sizes(
     stored = np.where(counted, rows[:, :, 0], np.uint64(0)).sum(axis=0)
     samples = (shards.samples[:, None] * counted).sum(axis=0)
     tokens = None if shards.tokens is None else (shards.tokens[:, None] * counted).sum(axis=0)
+    all_tokens = 0 if shards.tokens is None else int(shards.tokens.sum())
     return [
         _size(
             name,
@@ -110,6 +112,7 @@ def _object_sizes(
             int(stored[place]),
             None if tokens is None else int(tokens[place]) * nbytes,
             int(samples[place]) * schema.seq_length * nbytes,
+            of_ragged_rows(schema, all_tokens, int(stored[place])),
             shards.factor,
             shared=bool(len(counted)) and not counted[:, place].any(),
         )
@@ -145,15 +148,18 @@ def column_sizes(parts: Sequence[ColumnSize]) -> list[ColumnSize]:
 def compare(schema: StoreSchema, samples: int, tokens: int, stored: int) -> OtherLayouts:
     """Compare ``stored`` bytes, of samples whose states are there, with what rivals take for them."""
     padded, ragged = padded_bytes(schema, samples), ragged_rows_bytes(schema, tokens)
-    return OtherLayouts(samples, tokens, stored, padded, _ratio(padded, stored), ragged, _ratio(ragged, stored))
+    ours, theirs = (of_ragged_rows(schema, tokens, count) for count in (stored, padded))
+    return OtherLayouts(samples, tokens, stored, ours, padded, theirs, ragged)
 
 
 def total_size(name: str, parts: Sequence[ColumnSize]) -> ColumnSize:
     """Return the sizes of some columns or layers together, under one name."""
     logical = [part.logical_bytes for part in parts if part.logical_bytes is not None]
     known = len(logical) == len(parts)
-    stored = sum(part.stored_bytes for part in parts)
-    return _size(name, None, stored, sum(logical) if known else None, sum(part.padded_bytes for part in parts), 1.0)
+    stored, padded = sum(part.stored_bytes for part in parts), sum(part.padded_bytes for part in parts)
+    ratios = [part.of_ragged_rows for part in parts if part.of_ragged_rows is not None]
+    ratio = sum(ratios) if len(ratios) == len(parts) else None
+    return _size(name, None, stored, sum(logical) if known else None, padded, ratio, 1.0)
 
 
 def _size(
@@ -162,17 +168,13 @@ def _size(
     stored: int,
     logical: int | None,
     padded: int,
+    ratio: float | None,
     factor: float,
     *,
     shared: bool = False,
 ) -> ColumnSize:
-    ratio = None if logical is None else _ratio(logical, stored)
     whole = None if logical is None else round(logical * factor)
     return ColumnSize(name, layer_id, whole, round(padded * factor), round(stored * factor), ratio, shared)
-
-
-def _ratio(bytes_there: int, stored: int) -> float | None:
-    return bytes_there / stored if stored else None
 
 
 @dataclass(frozen=True, slots=True)

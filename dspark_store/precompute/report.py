@@ -12,7 +12,7 @@ from typing import Self
 
 from dspark_store.format.ledger import distinct_bytes
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.sizes import Volume, padded_bytes, ragged_rows_bytes
+from dspark_store.format.sizes import Volume, of_rows_text, padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.estimate import stored_range
 from dspark_store.precompute.ranks import World
 from dspark_store.progress import Progress, start_progress
@@ -168,10 +168,8 @@ def print_report(cache: Cache, report: CaptureReport) -> None:
         f"{int(cache.supervised.sum()):,} supervised"
     )
     say(f"layers   {list(cache.layer_ids)} as {cache.schema.dtype.name}, codec {cache.schema.codec}")
-    say(
-        f"size     {size_text(stored)}: {ragged / stored:.2f}x smaller than ragged rows ({size_text(ragged)}), "
-        f"{padded / stored:.2f}x smaller than padded safetensors ({size_text(padded)})"
-    )
+    size, beside = (f"{size_text(count)}: {of_rows_text(cache.schema, tokens, count)}" for count in (stored, padded))
+    say(f"size     {size} ({size_text(ragged)})", f"padded   {beside}, as safetensors")
     if unsupervised:
         say(f"note     {unsupervised:,} samples have no supervised token; they are stored all the same")
     if nonfinite:

@@ -181,6 +181,7 @@ def test_the_text_tells_parts_codecs_and_other_layouts(place, capsys):
         "\ndense ",
     ):
         assert text in shown
+    assert shown.count(" of ragged bf16 rows of ") == 4  # the store, and three other layouts
     for text in ("padded safetensors", "ragged rows, the last state once", "tokens/s, measured on these rows"):
         assert text in shown
 

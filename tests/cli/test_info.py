@@ -49,7 +49,7 @@ def test_a_finished_job_is_told_on_one_screen(folder, capsys):
     assert said["samples"].startswith("11 of ")
     assert "supervised (" in said["tokens"]
     assert "fp32, codec default" in said["layers"]
-    assert "x against padded: " in said["saved"]
+    assert said["size"].count(" of ragged bf16 rows of ") == said["padded"].count(" of ragged bf16 rows of ") == 1
     assert "class cpu exact" in said["made"]
     assert "(chat), " in said["data"]
     assert ", rule 2 for conversations, " in said["data"]

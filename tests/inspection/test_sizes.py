@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.schema import StoreSchema
@@ -41,34 +42,43 @@ def test_a_shared_object_counts_in_the_shards_that_share_it():
 def test_a_layer_shared_everywhere_takes_nothing():
     shared = replace(SHARDS, rows=SHARDS.rows[:1], samples=SHARDS.samples[:1], tokens=np.array([20]))
     _, second, last = layer_sizes(SCHEMA, shared)
-    assert (second.stored_bytes, second.logical_bytes, second.ratio, second.shared) == (0, 0, None, True)
+    assert (second.stored_bytes, second.logical_bytes, second.of_ragged_rows, second.shared) == (0, 0, 0, True)
     assert (last.stored_bytes, last.shared) == (9, False)
 
 
-def test_a_factor_scales_the_bytes_and_not_the_ratio():
+def test_a_factor_scales_the_bytes_and_not_what_they_are_of_ragged_rows():
     for one, twice in zip(layer_sizes(SCHEMA, SHARDS), layer_sizes(SCHEMA, replace(SHARDS, factor=2.0)), strict=True):
         assert one.logical_bytes is not None
         assert twice.stored_bytes == 2 * one.stored_bytes
         assert twice.logical_bytes == 2 * one.logical_bytes
-        assert twice.ratio == one.ratio
+        assert twice.of_ragged_rows == one.of_ragged_rows
 
 
 def test_without_lengths_only_what_is_stored_is_known():
     unknown = replace(SHARDS, tokens=None)
     total = total_size("together", layer_sizes(SCHEMA, unknown))
-    assert (total.stored_bytes, total.logical_bytes, total.ratio) == (256, None, None)
+    assert (total.stored_bytes, total.logical_bytes, total.of_ragged_rows) == (256, None, None)
 
 
 def test_ids_and_mask_are_four_bytes_and_one():
     rows = np.array([[(3, 1), (2, 2), (99, 3)]], np.uint64)
     ids, mask = token_sizes(SCHEMA, ShardRows(rows, np.array([3]), np.array([12]), 1.0))
-    assert (ids.logical_bytes, ids.padded_bytes, ids.stored_bytes, ids.ratio) == (48, 120, 3, 16.0)
+    assert (ids.logical_bytes, ids.padded_bytes, ids.stored_bytes) == (48, 120, 3)
     assert (mask.logical_bytes, mask.padded_bytes, mask.stored_bytes) == (12, 30, 2)
 
 
-def test_nothing_stored_has_no_ratio():
+def test_columns_of_any_dtype_add_up_to_what_they_are_of_ragged_bf16_rows():
+    row = 3 * 4 * 2 + 5  # K + 1 = 3 vectors of 4 features in bf16, though the cache dtype is fp32
+    rows = np.array([[(3, 1), (2, 2), (9, 3)]], np.uint64)
+    ids, mask = token_sizes(SCHEMA, ShardRows(rows, np.array([3]), np.array([12]), 1.0))
+    assert ids.of_ragged_rows == 3 / (12 * row)
+    assert total_size("tokens", (ids, mask)).of_ragged_rows == pytest.approx(5 / (12 * row))
+    assert [part.of_ragged_rows for part in layer_sizes(SCHEMA, SHARDS)] == [n / (30 * row) for n in (77, 80, 99)]
+
+
+def test_no_samples_are_no_share_of_ragged_rows():
     compared = compare(SCHEMA, 0, 0, 0)
-    assert (compared.padded_ratio, compared.ragged_ratio) == (None, None)
+    assert (compared.stored_of_ragged_rows, compared.padded_of_ragged_rows) == (None, None)
 
 
 def groups_of(store):

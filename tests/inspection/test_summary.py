@@ -71,7 +71,8 @@ def test_what_is_saved_is_against_all_vectors_padded_and_ragged(tmp_path):
     assert compared is not None
     assert compared.padded_bytes == 7 * 20 * (4 * VECTOR + 16)
     assert compared.ragged_bytes == TOKENS * (4 * VECTOR + 5)
-    assert compared.ragged_ratio == compared.ragged_bytes / compared.stored_bytes
+    assert compared.stored_of_ragged_rows == compared.stored_bytes / compared.ragged_bytes
+    assert compared.padded_of_ragged_rows == compared.padded_bytes / compared.ragged_bytes
 
 
 def test_a_growing_store_tells_what_is_missing_and_how_much_is_to_come(tmp_path):

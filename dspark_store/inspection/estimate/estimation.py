@@ -57,11 +57,6 @@ class PartEstimate:
     before: int
     stored: Bytes
 
-    @property
-    def ratio(self) -> float:
-        """How many times smaller it becomes."""
-        return self.before / self.stored.expected if self.stored.expected else 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class StoreEstimate:
