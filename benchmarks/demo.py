@@ -17,7 +17,6 @@ import zarr
 
 from dspark_store import Cache, open_cache, verify_store
 from dspark_store.format.sizes import of_rows_text, padded_bytes, ragged_rows_bytes
-from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.precompute.report import stored_bytes
 from dspark_store.precompute.run import run
@@ -66,11 +65,8 @@ def _check(cache: Cache, model: str, store: Path) -> int:
     print(f"   checksums, places, ledger: {len(problems)} problems")
     target = load_target(TargetSource(model), dtype=torch.float32, device=torch.device("cpu"))
     samples = random.Random(time.time_ns()).sample(range(len(cache)), CHECKED)
-    settings = CaptureSettings(
-        torch.device("cpu"), BATCH_SIZE, cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False
-    )
-    different = 0
-    for sample, difference in recompute(cache, TargetCapture(target, cache.layer_ids), settings, samples):
+    different, capture = 0, TargetCapture(target, cache.layer_ids)
+    for sample, difference in recompute(cache, capture, torch.device("cpu"), BATCH_SIZE, samples):
         different += difference > 0
         verdict = "equal bit by bit" if difference == 0 else f"DIFFERS by up to {difference:.3g}"
         print(f"   sample {sample:3d}, {int(cache.lengths[sample]):3d} tokens: {verdict}")

@@ -13,10 +13,9 @@ from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
 from dspark_store.format.schema import LAST
-from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.readers.cache import Cache
-from dspark_store.target.batches import recorded_limit
+from dspark_store.target.batches import BatchLimit, recorded_limit
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.load import load_target
@@ -45,17 +44,17 @@ def recompute_samples(
     A sample that cannot be read is a problem. ValueError when the store does not say how it was captured, or the target
     has other weights.
     """
-    capture, settings = _load_target(cache, source, device)
+    capture, limit = _load_target(cache, source, device)
     for sample in samples:
         try:
-            for _, difference in recompute(cache, capture, settings, [sample]):
+            for _, difference in recompute(cache, capture, device, limit, [sample]):
                 yield Recomputed(sample, difference)
         except (DamagedStoreError, OSError) as error:
             shard = cache.schema.tokens.locate(sample)[0]
             yield Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} cannot be recomputed: {error}")
 
 
-def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tuple[TargetCapture, CaptureSettings]:
+def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tuple[TargetCapture, BatchLimit]:
     """Load the target of a store, with the dtype, the attention and the batches of its capture."""
     manifest = cache.manifest
     limit = recorded_limit(manifest)
@@ -79,8 +78,7 @@ def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tu
         attn_implementation=None if attention is None else str(attention),
         num_layers=_cut(manifest),
     )
-    settings = CaptureSettings(device, limit, cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False)
-    return TargetCapture(model, cache.layer_ids), settings
+    return TargetCapture(model, cache.layer_ids), limit
 
 
 def _cut(manifest: Manifest) -> int | None:

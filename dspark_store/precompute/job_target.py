@@ -70,22 +70,13 @@ def describe_target(config: PrecomputeConfig) -> TargetDescription:
     return TargetDescription(source, model_type, target_config, depth, num_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class TargetShape:
-    """How a job's ranks share the target, and how many of its first layers they load, None for all."""
-
-    plan: ParallelPlan
-    num_layers: int | None
-
-
-def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescription | None = None) -> TargetShape:
-    """Decide how ``world_size`` ranks share the target, from its description alone, which is read if not given.
+def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescription) -> ParallelPlan:
+    """Decide how ``world_size`` ranks share the target, from its description alone.
 
     ValueError naming the axis when the target cannot be shared out so.
     """
     if config.device_map is not None and world_size > 1:
         raise ValueError(f"device-map {config.device_map} places the target in one process: run it without torchrun")
-    target = target or describe_target(config)
     plan = ParallelPlan(
         world_size,
         fsdp=config.resolved_fsdp_size(target.model_type, world_size),
@@ -95,7 +86,7 @@ def plan_target(config: PrecomputeConfig, world_size: int, target: TargetDescrip
         reduce_dtype=cast(ReduceDtype, config.reduce_dtype),
     )
     plan.check(target.text, gguf=locate(target.source).gguf_file is not None)
-    return TargetShape(plan, target.num_layers)
+    return plan
 
 
 def equality_class(plan: ParallelPlan, device: torch.device) -> str:

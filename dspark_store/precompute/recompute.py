@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -11,37 +11,43 @@ import torch
 
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.token_shards import TokenRows
-from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.readers.cache import Cache
-from dspark_store.target.batches import batches_of, padded_batch
-from dspark_store.target.capture import TargetCapture
+from dspark_store.target.batches import BatchLimit, batches_of, padded_batch
+from dspark_store.target.capture import CapturedStates, TargetCapture
+
+
+def captured_again(
+    cache: Cache, capture: TargetCapture, device: torch.device, limit: BatchLimit, samples: Iterable[int]
+) -> Iterator[tuple[range, list[int], CapturedStates]]:
+    """Yield each capture batch that has one of the samples: its shard's samples, its rows among them, their states.
+
+    ``limit`` must be the capture's own: what bounds a batch decides which samples shared a forward, and with it the
+    bits. So does the size of the shards that were captured, which a copy remembers.
+    """
+    size, vocab_size = cache.record.capture_shard_size, cast(int, cache.manifest["target_vocab_size"])
+    for shard, members in groupby(sorted(set(samples)), lambda sample: sample // size):
+        captured = range(shard * size, min((shard + 1) * size, len(cache)))
+        wanted = {sample - captured.start for sample in members}
+        for batch in batches_of(cache.lengths[captured.start : captured.stop].tolist(), limit):
+            if wanted & set(batch):
+                rows = _tokens(cache, [captured[row] for row in batch])
+                ids, attention = padded_batch(rows, range(len(batch)), cache.pad_token_id, vocab_size)
+                yield captured, batch, capture(ids.to(device), attention.to(device))
 
 
 def recompute(
-    cache: Cache, capture: TargetCapture, settings: CaptureSettings, samples: Sequence[int]
+    cache: Cache, capture: TargetCapture, device: torch.device, limit: BatchLimit, samples: Collection[int]
 ) -> Iterator[tuple[int, float]]:
     """Yield, for each sample, its index and the largest difference between stored and recomputed states.
 
-    0.0 means equal bit by bit. ``settings`` must be the capture's own: what bounds a batch decides which samples shared
-    a forward, and with it the bits. So does the size of the shards that were captured, which a copy remembers.
+    0.0 means equal bit by bit.
     """
-    size = cache.record.capture_shard_size
-    vocab_size = cast(int, cache.manifest["target_vocab_size"])
-    for shard, members in groupby(sorted(samples), lambda sample: sample // size):
-        captured = range(shard * size, min((shard + 1) * size, len(cache)))
-        lengths = cache.lengths[captured.start : captured.stop].tolist()
-        wanted = {sample - captured.start for sample in members}
-        for batch in batches_of(lengths, settings.batch_limit):
-            if not wanted & set(batch):
-                continue
-            rows = _tokens(cache, [captured[row] for row in batch])
-            ids, attention = padded_batch(rows, range(len(batch)), settings.pad_token_id, vocab_size)
-            states = capture(ids.to(settings.device), attention.to(settings.device))
-            for position, row in enumerate(batch):
-                if row in wanted:
-                    fresh = [*states.layers, states.last]
-                    sample, length = captured[row], lengths[row]
-                    yield sample, _difference(cache, sample, [layer[position, :length] for layer in fresh])
+    for captured, batch, states in captured_again(cache, capture, device, limit, samples):
+        for position, sample in enumerate(captured[row] for row in batch):
+            if sample in samples:
+                length = int(cache.lengths[sample])
+                fresh = [layer[position, :length] for layer in (*states.layers, states.last)]
+                yield sample, _difference(cache, sample, fresh)
 
 
 def _tokens(cache: Cache, samples: Sequence[int]) -> TokenRows:

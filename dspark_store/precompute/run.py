@@ -10,7 +10,7 @@ from pathlib import Path
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.fill import fill_store
 from dspark_store.precompute.job import Job, check_identity, existing_record, plan_job
-from dspark_store.precompute.job_target import JobTarget, plan_target
+from dspark_store.precompute.job_target import JobTarget, describe_target, plan_target
 from dspark_store.precompute.ranks import World, join_world
 from dspark_store.precompute.report import print_report
 from dspark_store.precompute.settings import PrecomputeConfig
@@ -36,7 +36,7 @@ def _lead(config: PrecomputeConfig, world: World) -> int:
     storage = LocalStorage(config.output_dir)
     recorded = existing_record(storage, resume=config.resume)
     job = plan_job(config, recorded=recorded)
-    shape = plan_target(config, world.size, job.target)
+    plan = plan_target(config, world.size, job.target)
     if recorded is not None:
         check_identity(recorded, job)
         if recorded.complete:
@@ -44,7 +44,7 @@ def _lead(config: PrecomputeConfig, world: World) -> int:
             world.share("todo", lambda: "nothing")
             say(f"{config.output_dir} is complete; nothing to do")
             return 0
-    target = JobTarget(config, world, shape.plan, shape.num_layers)
+    target = JobTarget(config, world, plan, job.target.num_layers)
     with new_folders_undone(storage.root):
         world.share("todo", lambda: "smoke" if config.smoke else "store")
         with target.groups_open():
@@ -60,8 +60,8 @@ def _follow(config: PrecomputeConfig, world: World) -> int:
     todo = world.receive("todo")
     if todo == "nothing":
         return 0
-    shape = plan_target(config, world.size)
-    target = JobTarget(config, world, shape.plan, shape.num_layers)
+    described = describe_target(config)
+    target = JobTarget(config, world, plan_target(config, world.size, described), described.num_layers)
     with target.groups_open():
         if todo == "smoke":
             scope = world.scoped("smoke")

@@ -7,9 +7,8 @@ that a training batch does not share; a batch size of 1 in the precompute's file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -21,24 +20,22 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_metadata, write_metadata
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.format.token_shards import TokenRows, read_token_shard
 from dspark_store.precompute.job import Job, check_identity, plan_job
 from dspark_store.precompute.job_target import describe_target
+from dspark_store.precompute.recompute import captured_again
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.batch import SpanReader
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.plan import SampleSpan
 from dspark_store.readers.weights import TargetWeights
-from dspark_store.target.batches import batches_of, padded_batch
+from dspark_store.target.batches import BatchLimit
 from dspark_store.target.capture import CapturedStates, TargetCapture
 from dspark_store.target.device import resolve_compute_dtype
 from dspark_store.target.facts import head_facts, target_weights
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
-
-_SHARDS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class LiveTarget:
 
     model: PreTrainedModel
     device: torch.device
-    batch_size: int
+    batch_limit: BatchLimit
 
 
 class LiveCache(Cache):
@@ -88,7 +85,6 @@ class LiveReader(SpanReader):
         self._stored = cache.reader
         self._target = target
         self._capture = TargetCapture(target.model, cache.layer_ids)
-        self._rows = lru_cache(_SHARDS_KEPT)(self._read_rows)
 
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
         """Fill the tensors of a batch, by column, with spans of samples; see `SpanReader.read`."""
@@ -96,28 +92,16 @@ class LiveReader(SpanReader):
         wanted = {name: batch[name] for name in (LAYERS, LAST) if name in batch}
         for tensor in wanted.values():
             tensor.zero_()
-        for members, states in self._captured([span.sample for span in spans]) if wanted else ():
+        samples = [span.sample for span in spans] if wanted else []
+        device, limit = self._target.device, self._target.batch_limit
+        for captured, members, states in captured_again(self._cache, self._capture, device, limit, samples):
             for span in spans:
-                if span.sample in members:
-                    self._fill(wanted, span, states, members.index(span.sample), slots)
+                if span.sample in captured and span.sample - captured.start in members:
+                    self._fill(wanted, span, states, members.index(span.sample - captured.start), slots)
 
     def close(self) -> None:
         """Let go of threads and open objects."""
         self._stored.close()
-
-    def _captured(self, samples: Sequence[int]) -> Iterator[tuple[list[int], CapturedStates]]:
-        """Yield each capture batch that has one of the samples: its members, and their states."""
-        todo = set(samples)
-        grid = self._cache.schema.tokens
-        while todo:
-            shard, row = grid.locate(min(todo))
-            rows, first = self._rows(shard), grid.rows(shard)[0]
-            members = next(batch for batch in batches_of(rows.lengths, self._target.batch_size) if row in batch)
-            vocab_size = cast(int, self._cache.manifest["target_vocab_size"])
-            ids, attention = padded_batch(rows, members, self._cache.pad_token_id, vocab_size)
-            device = self._target.device
-            yield [first + member for member in members], self._capture(ids.to(device), attention.to(device))
-            todo -= {first + member for member in members}
 
     def _fill(
         self,
@@ -136,9 +120,6 @@ class LiveReader(SpanReader):
                     tensor[span.batch, layer, place] = state
                 else:
                     tensor[span.batch, place, layer * width : (layer + 1) * width] = state
-
-    def _read_rows(self, shard: int) -> TokenRows:
-        return read_token_shard(self._cache.storage, self._cache.record, shard)
 
 
 def open_live(
@@ -181,7 +162,7 @@ def open_live(
         attn_implementation=config.target_attn_implementation,
         num_layers=config.target_num_hidden_layers,
     )
-    return LiveCache(storage, LiveTarget(model, device, config.batch_size))
+    return LiveCache(storage, LiveTarget(model, device, config.batch_limit))
 
 
 def _write_tokens(job: Job, storage: LocalStorage, recorded: StoreRecord | None, check: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from dspark_store.precompute.__main__ import main
 from dspark_store.precompute.job import plan_job
 from dspark_store.precompute.job_target import plan_target
 from dspark_store.target.load import load_target
+from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.source import TargetSource
 from tests.precompute.jobs import arguments, differing_samples, precompute, refused
 from tests.tiny import NUM_LAYERS, VOCAB_SIZE, save_target_dir, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -96,7 +97,8 @@ def test_a_description_of_the_target_is_read_once(job, monkeypatch):
     config = parse_arguments(job(*CUT))
     planned = plan_job(config)
     monkeypatch.setattr("dspark_store.precompute.job_target.load_target_config", None)
-    assert plan_target(config, 1, planned.target).num_layers == 2
+    assert planned.target.num_layers == 2
+    assert plan_target(config, 1, planned.target) == ParallelPlan(1)
     assert plan_job(config, planned.target).manifest == planned.manifest
 
 

@@ -12,7 +12,6 @@ from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.recompute import recompute
 from dspark_store.target.capture import TargetCapture
 from dspark_store.target.load import load_target
@@ -36,11 +35,8 @@ class Watched(TargetCapture):
 def run_again(model, path, samples):
     """Return the differences of some samples, and the batches that were run for them."""
     cache = open_cache(path)
-    settings = CaptureSettings(
-        torch.device("cpu"), BATCH_SIZE, cache.pad_token_id, cache.record.last_layer, stop_on_nonfinite=False
-    )
     watched = Watched(model, cache.layer_ids)
-    return dict(recompute(cache, watched, settings, samples)), watched.__dict__["batches"]
+    return dict(recompute(cache, watched, torch.device("cpu"), BATCH_SIZE, samples)), watched.__dict__["batches"]
 
 
 @pytest.mark.parametrize("shard_size", [1, 3, 5, 100])

@@ -3,6 +3,7 @@ import torch
 
 from dspark_store.cli.precompute import config_of
 from dspark_store.format.schema import LAST, LAYERS
+from dspark_store.precompute.__main__ import main
 from dspark_store.readers.cache import open_cache
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.training.online import open_live
@@ -32,6 +33,13 @@ def test_a_live_target_gives_the_batches_of_its_store(live, store, layout, layer
     for first, second in zip(*batches, strict=True):
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_live_target_is_run_in_the_batches_that_fit_into_the_files_tokens(llama, chats, tmp_path):
+    file = write_online(tmp_path / "job.yaml", llama, chats, batch_size=None, batch_tokens=160)
+    assert main(["-c", str(file), "--output-dir", str(tmp_path / "store")]) == 0
+    batches = [cache.read(range(11)) for cache in (opened(file, tmp_path / "tokens"), open_cache(tmp_path / "store"))]
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in (LAYERS, LAST))
 
 
 def test_rows_cut_to_a_span_of_positions_are_those_of_the_store(live, store):

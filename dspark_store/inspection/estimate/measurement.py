@@ -227,8 +227,7 @@ def measure_target(job: Job, encoder: TrialEncoder) -> str:
     with join_world() as world:
         if world.size > 1:
             raise ValueError("an estimate runs the target in one process: start it without torchrun")
-        shape = plan_target(job.config, 1, job.target)
-        target = JobTarget(job.config, world, shape.plan, shape.num_layers)
+        target = JobTarget(job.config, world, plan_target(job.config, 1, job.target), job.target.num_layers)
         with target.groups_open():
             tables = target.loaded.weights()
             if tables is None:
