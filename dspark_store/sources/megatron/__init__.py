@@ -1,14 +1,13 @@
 """Corpora of token ids as Megatron-LM keeps them: pairs of a `.bin` and an `.idx` file.
 
 In: a pair, and `MegatronOptions`. Out: samples with a cursor, and pairs that `PairBuilder` writes.
-Read `source` first. `pair_index` and `pair` open the files, `plans` says which spans are samples, `windows` and
-`window_cache` are the shuffled indices that windows go by.
+Read `source` first. `pair` opens the files, `plans` says which spans are samples, `windows` keeps the shuffled
+indices that windows go by.
 """
 
 from dspark_store.sources.megatron.builder import PairBuilder, write_samples
-from dspark_store.sources.megatron.options import MegatronOptions
-from dspark_store.sources.megatron.pair import IndexedPair, open_pair
-from dspark_store.sources.megatron.pair_index import dtype_for_vocabulary
+from dspark_store.sources.megatron.pair import IndexedPair, dtype_for_vocabulary, open_pair
+from dspark_store.sources.megatron.plans import MegatronOptions
 from dspark_store.sources.megatron.source import MegatronSource
 from dspark_store.sources.megatron.windows import WindowIndices, WindowSettings, build_indices
 

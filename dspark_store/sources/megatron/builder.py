@@ -1,36 +1,33 @@
 """Writing a pair: sequence by sequence, and in the end both files or neither."""
 
-import os
-import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Buffer, Iterable, Sequence
 from contextlib import nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from dspark_store.format.files import sync_path
-from dspark_store.sources.megatron.pair import IndexedPair, open_pair
-from dspark_store.sources.megatron.pair_index import (
-    BOUNDARY,
+from dspark_store.format.files import LocalObjectWriter
+from dspark_store.sources.megatron.pair import (
     HEADER,
     LENGTH,
     MAGIC,
     MODE,
-    POINTER,
+    OFFSET,
     TEXT_MODE,
     VERSION,
-    PairPaths,
     dtype_code,
     dtype_for_vocabulary,
+    open_pair,
+    pair_files,
 )
 from dspark_store.sources.source import Sample
 
-_BLOCK = 1 << 20  # entries of the index, or bytes of a payload, written at a time
+_BLOCK = 1 << 20  # bytes of a payload that are copied at a time
 _LONGEST = np.iinfo(np.int32).max
 
 
@@ -59,17 +56,15 @@ class PairBuilder:
         self._code = dtype_code(self._dtype)
         if self._dtype.kind == "f":
             raise ValueError(f"dtype {self._dtype.name} holds no token ids; expected an integer dtype")
-        self.paths = PairPaths(Path(fspath(prefix)))
-        for path in (self.paths.bin, self.paths.idx):
+        self._prefix = Path(fspath(prefix))
+        self._idx, self._bin = pair_files(self._prefix)
+        for path in (self._bin, self._idx):
             if path.exists():
                 raise FileExistsError(f"{path} exists; remove it or choose another prefix")
-        directory = self.paths.prefix.parent
-        directory.mkdir(parents=True, exist_ok=True)
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self._modes = array("b") if multimodal else None
-        self._work_bin = _work_file(self.paths.bin)
-        self._payload: BinaryIO | None = self._work_bin.open("wb")
+        self._payload: LocalObjectWriter | None = LocalObjectWriter(self._bin.parent, self._bin.name)
 
     def add_item(self, tokens: ArrayLike, mode: int = TEXT_MODE) -> None:
         """Append one sequence to the document that is being built.
@@ -128,20 +123,22 @@ class PairBuilder:
         """
         self._require_ended("add_pair")
         other = open_pair(path, skip_images=True)
-        index = other.index
-        if index.dtype != self._dtype:
+        if other.dtype != self._dtype:
             raise ValueError(
-                f"{index.path} holds {index.dtype.name}, and this pair {self._dtype.name}; merge pairs of one dtype"
+                f"{other.prefix}.idx holds {other.dtype.name}, and this pair {self._dtype.name}; "
+                "merge pairs of one dtype"
             )
-        if index.modes is not None and self._modes is None:
-            raise ValueError(f"{index.path} has modes, and this pair keeps none; build it with multimodal=True")
-        for block in _payload_of(other):
-            self._file().write(block)
+        if other.modes is not None and self._modes is None:
+            raise ValueError(f"{other.prefix}.idx has modes, and this pair keeps none; build it with multimodal=True")
+        if other.contiguous:
+            _write_all(self._file(), *(other.payload[at : at + _BLOCK] for at in range(0, len(other.payload), _BLOCK)))
+        else:
+            _write_all(self._file(), *map(other.sequence, range(len(other.lengths))))
         first = len(self._lengths)
-        self._lengths.frombytes(np.ascontiguousarray(index.lengths, np.intc).tobytes())
-        self._boundaries.frombytes((index.boundaries[1:].astype(np.int64) + first).tobytes())
+        self._lengths.frombytes(other.lengths.astype(np.intc).tobytes())
+        self._boundaries.frombytes((other.boundaries[1:] + first).astype(np.int64).tobytes())
         if self._modes is not None:
-            modes = np.zeros(index.num_sequences, np.int8) if index.modes is None else index.modes
+            modes = np.zeros(len(other.lengths), np.int8) if other.modes is None else other.modes
             self._modes.frombytes(modes.tobytes())
 
     def finish(self) -> None:
@@ -154,31 +151,23 @@ class PairBuilder:
         """
         self._require_ended("finish")
         payload = self._file()
-        work_idx = _work_file(self.paths.idx)
+        index = LocalObjectWriter(self._idx.parent, self._idx.name)
         try:
-            with work_idx.open("wb") as file:
-                for block in self._index_blocks():
-                    file.write(block)
-                _sync(file)
-            _sync(payload)
-            payload.close()
-            self._payload = None
-            for path in (self.paths.bin, self.paths.idx):
+            self._write_index(index)
+            for path in (self._bin, self._idx):
                 if path.exists():
                     raise FileExistsError(f"{path} appeared while the pair was built; it was left as it is")
-            self._work_bin.rename(self.paths.bin)
-            work_idx.rename(self.paths.idx)
-            sync_path(self.paths.prefix.parent)
+            payload.commit_new()
+            index.commit_new()
         finally:
-            work_idx.unlink(missing_ok=True)
-            self._work_bin.unlink(missing_ok=True)
+            index.abort()
+            self.discard()
 
     def discard(self) -> None:
         """Remove what was written; a pair that was finished stays."""
         if self._payload is not None:
-            self._payload.close()
+            self._payload.abort()
             self._payload = None
-            self._work_bin.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         """Return the builder."""
@@ -203,7 +192,7 @@ class PairBuilder:
             raise ValueError(f"a sequence of {len(values)} tokens; the format counts up to {_LONGEST}")
         limits = np.iinfo(self._dtype)
         if values.size and (int(values.min()) < limits.min or int(values.max()) > limits.max):
-            bad = next(index for index, value in enumerate(values.tolist()) if not limits.min <= value <= limits.max)
+            bad = int(np.flatnonzero((values < limits.min) | (values > limits.max))[0])
             raise ValueError(
                 f"token {bad} is {values[bad]}, and {self._dtype.name} holds {limits.min} to {limits.max}; "
                 "choose a wider dtype for the pair"
@@ -217,14 +206,14 @@ class PairBuilder:
                 raise ValueError(f"mode {mode} in a pair that keeps none; build it with multimodal=True")
             if not limits.min <= mode <= limits.max:
                 raise ValueError(f"mode {mode}; expected {limits.min} to {limits.max}")
-        self._file().write(memoryview(values))
+        _write_all(self._file(), values)
         self._lengths.extend(lengths)
         if self._modes is not None:
             self._modes.extend(modes)
 
-    def _file(self) -> BinaryIO:
+    def _file(self) -> LocalObjectWriter:
         if self._payload is None:
-            raise ValueError(f"{self.paths.prefix}: the pair is finished or discarded; nothing can be added")
+            raise ValueError(f"{self._prefix}: the pair is finished or discarded; nothing can be added")
         return self._payload
 
     def _require_ended(self, doing: str) -> None:
@@ -232,50 +221,24 @@ class PairBuilder:
         loose = len(self._lengths) - self._boundaries[-1]
         if loose:
             raise ValueError(
-                f"{self.paths.prefix}: the last {loose} sequences are in no document; call end_document before {doing}"
+                f"{self._prefix}: the last {loose} sequences are in no document; call end_document before {doing}"
             )
 
-    def _index_blocks(self) -> Iterator[bytes]:
-        yield HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._boundaries))
+    def _write_index(self, file: LocalObjectWriter) -> None:
         lengths = np.frombuffer(self._lengths, np.intc)
-        yield from _in_blocks(lengths, LENGTH)
-        pointer = 0
-        for start in range(0, len(lengths), _BLOCK):
-            sizes = lengths[start : start + _BLOCK].astype(np.int64) * self._dtype.itemsize
-            ends = np.cumsum(sizes) + pointer
-            yield (ends - sizes).astype(POINTER).tobytes()
-            pointer = int(ends[-1])
-        yield from _in_blocks(np.frombuffer(self._boundaries, np.int64), BOUNDARY)
-        if self._modes is not None:
-            yield self._modes.tobytes()
+        pointers = np.zeros(len(lengths) + 1, OFFSET)
+        np.cumsum(lengths, dtype=OFFSET, out=pointers[1:])
+        pointers *= self._dtype.itemsize
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._boundaries))
+        boundaries = np.frombuffer(self._boundaries, np.int64).astype(OFFSET, copy=False)
+        modes = self._modes or array("b")
+        _write_all(file, header, lengths.astype(LENGTH, copy=False), pointers[:-1], boundaries, modes)
 
 
-def _in_blocks(values: NDArray[np.integer], dtype: np.dtype[np.generic]) -> Iterator[bytes]:
-    for start in range(0, len(values), _BLOCK):
-        yield values[start : start + _BLOCK].astype(dtype).tobytes()
-
-
-def _payload_of(pair: IndexedPair) -> Iterator[memoryview]:
-    """Yield the bytes of all sequences of a pair, in the order of its index."""
-    if pair.index.contiguous:
-        whole = pair.payload()
-        for start in range(0, len(whole), _BLOCK):
-            yield whole[start : start + _BLOCK]
-    else:
-        for sequence in range(pair.index.num_sequences):
-            yield memoryview(pair.sequence(sequence)).cast("B")
-
-
-def _work_file(path: Path) -> Path:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.fchmod(descriptor, 0o644)
-    os.close(descriptor)
-    return Path(name)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _write_all(file: LocalObjectWriter, *parts: Buffer) -> None:
+    for part in parts:
+        if memoryview(part):
+            file.write(part)
 
 
 def write_samples(

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.megatron.options import MegatronOptions
-from dspark_store.sources.megatron.pair import IndexedPair, open_pair
-from dspark_store.sources.megatron.plans import Plan, Span, plan_documents, plan_windows
+from dspark_store.sources.megatron.pair import IndexedPair, open_pair, pair_files
+from dspark_store.sources.megatron.plans import MegatronOptions, Plan, Span, plan_documents, plan_windows
 from dspark_store.sources.registry import SourceContext, Unset
+from dspark_store.sources.row_order import select_rows
 from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
 
 _IDS_END = 1 << 31  # ids are int32
@@ -60,10 +60,10 @@ class MegatronSource(Source):
         options = MegatronOptions() if options is None else options
         self._options = options
         self._pair = open_pair(path, skip_images=options.skip_images)
-        self._name = self._pair.paths.prefix
-        if self._pair.index.dtype.kind == "f":
+        self._name = self._pair.prefix
+        if self._pair.dtype.kind == "f":
             raise SourceError(
-                f"{self._pair.paths.idx} holds values of the dtype {self._pair.index.dtype.name}; "
+                f"{pair_files(self._name)[0]} holds values of the dtype {self._pair.dtype.name}; "
                 "expected token ids, which are integers"
             )
         if not self._pair.num_tokens:
@@ -71,21 +71,10 @@ class MegatronSource(Source):
         self._masks = self._open_masks()
         self._ids_end = _IDS_END if vocab_size is None else vocab_size
         self._min_supervised = min_supervised
-        self._plan: Plan
-        own: dict[str, JsonValue]
-        if options.mode == "window":
-            settings = options.window_settings(seq_length, shuffle_seed)
-            self._plan = plan_windows(self._pair, options, settings, split, max_samples)
-            own = {
-                **asdict(settings),
-                "carry_next_token": options.carries,
-                "eod_token_id": options.eod_token_id,
-                "parts": options.parts,
-                "part": None if options.parts is None else options.part,
-            }
-        else:
-            self._plan = plan_documents(self._pair, options.over_long, seq_length, split, shuffle_seed, max_samples)
-            own = {"over_long": options.over_long, "shuffle_seed": shuffle_seed}
+        try:
+            self._plan, own = self._planned(seq_length, split, shuffle_seed, max_samples)
+        except SourceError as error:
+            raise SourceError(f"{self._name}: {error}") from error
         self._choice: dict[str, JsonValue] = {
             "mode": options.mode,
             "skip_images": options.skip_images,
@@ -112,11 +101,11 @@ class MegatronSource(Source):
 
     def __len__(self) -> int:
         """Return the number of records: documents, the empty ones included, or windows."""
-        return len(self._plan)
+        return len(self._plan.lengths)
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens that each record gives, int64, shape (records,), after what `over_long` takes away."""
-        return self._plan.lengths()
+        return self._plan.lengths
 
     def read(self, cursor: int = 0) -> Iterator[Sample]:
         """Yield the samples from a cursor on, in order.
@@ -166,27 +155,55 @@ class MegatronSource(Source):
             )
         return sample
 
+    def _planned(
+        self, seq_length: int, split: str | None, shuffle_seed: int | None, max_samples: int | None
+    ) -> tuple[Plan, dict[str, JsonValue]]:
+        """Return the plan, and what of the options decides it."""
+        options, pair = self._options, self._pair
+        if options.mode == "window":
+            settings = options.window_settings(seq_length, shuffle_seed)
+            own: dict[str, JsonValue] = {
+                **asdict(settings),
+                "carry_next_token": options.carries,
+                "eod_token_id": options.eod_token_id,
+                "parts": options.parts,
+                "part": None if options.parts is None else options.part,
+            }
+            return plan_windows(pair, options, settings, split, max_samples), own
+        starts = pair.document_starts()
+        chosen = select_rows(len(starts) - 1, split=split, shuffle_seed=shuffle_seed, max_samples=max_samples)
+        rows = np.arange(chosen.start, chosen.stop) if isinstance(chosen, range) else np.asarray(chosen)
+        plan = plan_documents(starts, rows, seq_length, options.over_long)
+        return plan, {"over_long": options.over_long, "shuffle_seed": shuffle_seed}
+
     def _open_masks(self) -> IndexedPair | None:
         if self._options.loss_mask is None:
             return None
         masks = open_pair(self._options.loss_mask, skip_images=self._options.skip_images)
-        mine, theirs = self._pair, masks
-        if not np.array_equal(mine.starts, theirs.starts) or not np.array_equal(
-            mine.index.boundaries, theirs.index.boundaries
-        ):
+        pairs = zip((masks.starts, masks.boundaries), (self._pair.starts, self._pair.boundaries), strict=True)
+        if not all(np.array_equal(theirs, ours) for theirs, ours in pairs):
             raise SourceError(
-                f"{masks.paths.prefix} is not the loss mask of {self._name}: its sequences or documents are not of "
+                f"{masks.prefix} is not the loss mask of {self._name}: its sequences or documents are not of "
                 "the same lengths; expected one value, 0 or 1, for each token"
             )
         return masks
 
     def _read(self, cursor: int) -> Iterator[Sample]:
-        counts = _ReadCounts(self._plan, self._report, cursor)
-        for number in range(cursor, self._plan.num_samples):
+        plan, report = self._plan, self._report
+        record = plan.records_before(cursor) if cursor else 0  # empty ones at the beginning are counted too
+        given = 0  # samples that the record being read has given
+        for number in range(cursor, plan.num_samples):
             sample = self._sample(number)
-            given = self._is_kept(sample)
-            counts.add(number, sample, given=given)
-            if given:
+            kept = self._is_kept(sample)
+            report.add_samples([sample.loss_mask] * kept)
+            report.too_few_supervised += not kept
+            given += kept
+            done = plan.records_before(number + 1)
+            for passed in range(record, done):
+                self._count(plan.outcome(passed), given)
+            if done > record:
+                record, given = done, 0
+            if kept:
                 yield sample
 
     def _sample(self, number: int) -> Sample:
@@ -200,12 +217,23 @@ class MegatronSource(Source):
             mask[1:][ids[:-1] == self._options.eod_token_id] = 0
         return Sample(ids, mask, number + 1)
 
+    def _count(self, outcome: str, given: int) -> None:
+        """Count a record that gave so many samples. An empty one is no refusal, for the format allows it."""
+        report = self._report
+        report.read += 1
+        report.empty += outcome == "empty"
+        report.dropped += outcome == "dropped"
+        if given and outcome not in ("empty", "dropped"):
+            report.kept += 1
+            report.truncated += outcome == "truncated"
+            report.split += outcome == "split"
+
     def _ids(self, span: Span) -> NDArray[np.int32]:
         values = cast(NDArray[np.integer], self._pair.stream(*span))  # floats are refused when the pair is opened
         if values.min() < 0 or values.max() >= self._ids_end:
             position = int(np.flatnonzero((values < 0) | (values >= self._ids_end))[0])
             raise SourceError(
-                f"{_place(self._pair, span[0] + position)} is the id {values[position]}; expected 0 to "
+                f"{self._pair.where(span[0] + position)} is the id {values[position]}; expected 0 to "
                 f"{self._ids_end - 1}: the corpus was made with another tokenizer"
             )
         return values.astype(np.int32)
@@ -246,54 +274,10 @@ def build_megatron(
     )
 
 
-class _ReadCounts:
-    """Adds what one reading goes through to a report.
-
-    An empty document is counted as read and as empty; it is no refusal, for the format allows it.
-    """
-
-    def __init__(self, plan: Plan, report: SourceReport, cursor: int) -> None:
-        """Begin at a cursor."""
-        self._plan, self._report = plan, report
-        self._records = plan.records_before(cursor) if cursor else 0  # empty ones at the beginning are counted too
-        self._given = 0  # samples that the record being read has given
-
-    def add(self, number: int, sample: Sample, *, given: bool) -> None:
-        """Count the sample of a number, and the records that are done after it; `given` is whether it is kept."""
-        if given:
-            self._report.add_samples([sample.loss_mask])
-        else:
-            self._report.too_few_supervised += 1
-        self._given += given
-        records = self._plan.records_before(number + 1)
-        for record in range(self._records, records):
-            self._add_record(record)
-        if records > self._records:
-            self._records, self._given = records, 0
-
-    def _add_record(self, record: int) -> None:
-        report, outcome = self._report, self._plan.outcome(record)
-        report.read += 1
-        if outcome == "empty":
-            report.empty += 1
-        elif outcome == "dropped":
-            report.dropped += 1
-        elif self._given:
-            report.kept += 1
-            report.truncated += outcome == "truncated"
-            report.split += outcome == "split"
-
-
 def _mask_values(masks: IndexedPair, span: Span) -> NDArray[np.uint8]:
     values = masks.stream(*span)
     known = (values == 0) | (values == 1)
     if not known.all():
         position = int(np.flatnonzero(~known)[0])
-        raise SourceError(f"{_place(masks, span[0] + position)} is {values[position]}; a loss mask holds 0 and 1")
+        raise SourceError(f"{masks.where(span[0] + position)} is {values[position]}; a loss mask holds 0 and 1")
     return values.astype(np.uint8)
-
-
-def _place(pair: IndexedPair, position: int) -> str:
-    """Return the place of a token of the stream, for messages: all numbers count from 0."""
-    sequence = pair.sequence_at(position)
-    return f"{pair.paths.bin}: token {position - int(pair.starts[sequence])} of {pair.index.where(sequence)}"

@@ -6,9 +6,19 @@ index is the order in which samples are served. All shuffles come from one `nump
 stream NumPy has frozen.
 """
 
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -16,8 +26,15 @@ from numpy.typing import NDArray
 
 from dspark_store.sources.source import SourceError
 
+logger = logging.getLogger(__name__)
+
 type Rule = Literal["megatron", "hyper_parallel"]
 
+CACHE_VERSION = 1
+_ARRAYS = ("document", "sample", "shuffle")
+_DIGESTS = "digests.json"
+_WORK_NAME = re.compile(r"\.[0-9a-f]{64}\.\w+")
+_ABANDONED_AFTER = 24 * 3600.0  # seconds
 _SEPARATE_BELOW = 0.80  # of an epoch's samples: what the last epoch must give less of to be shuffled by itself
 
 
@@ -101,20 +118,18 @@ def build_indices(lengths: NDArray[np.integer], settings: WindowSettings) -> Win
     tokens = int(lengths.sum(dtype=np.int64))
     if not tokens:
         raise SourceError(f"the {len(lengths)} documents hold no tokens, so no window can be cut from them")
-    epochs = count_epochs(tokens, settings)
+    needed = 0 if settings.num_samples is None else settings.num_samples * settings.window + settings.extra_token
+    epochs = max(1, -(-needed // tokens))
     alone = _samples_before_last_epoch(tokens, epochs, settings)
     random = np.random.RandomState(settings.seed)
-    document = _document_index(random, len(lengths), epochs, separate=alone is not None)
+    units = np.arange(len(lengths), dtype=_dtype_up_to(len(lengths)))
+    document = _shuffled(random, [np.tile(units, times) for times in ([epochs] if alone is None else [epochs - 1, 1])])
     sample = _sample_index(lengths, document, tokens * epochs, settings)
-    return WindowIndices(document, sample, _shuffle_index(random, len(sample) - 1, alone, settings))
-
-
-def count_epochs(tokens: int, settings: WindowSettings) -> int:
-    """Return the fewest epochs of `tokens` each that hold the samples asked for."""
-    if settings.num_samples is None:
-        return 1
-    needed = settings.num_samples * settings.window + settings.extra_token
-    return max(1, -(-needed // tokens))
+    served = len(sample) - 1
+    if settings.rule == "hyper_parallel" and settings.num_samples is not None:
+        served = min(served, settings.num_samples)
+    samples = np.arange(served, dtype=_dtype_up_to(served))
+    return WindowIndices(document, sample, _shuffled(random, np.split(samples, [] if alone is None else [alone])))
 
 
 def _samples_before_last_epoch(tokens: int, epochs: int, settings: WindowSettings) -> int | None:
@@ -126,13 +141,15 @@ def _samples_before_last_epoch(tokens: int, epochs: int, settings: WindowSetting
     return before if settings.num_samples - before < int(_SEPARATE_BELOW * per_epoch) else None
 
 
-def _document_index(random: np.random.RandomState, units: int, epochs: int, *, separate: bool) -> NDArray[np.integer]:
-    dtype = np.int32 if units <= np.iinfo(np.int32).max else np.int64
-    parts = [epochs - 1, 1] if separate else [epochs]
-    shuffled = [np.tile(np.arange(units, dtype=dtype), repeats) for repeats in parts]
-    for part in shuffled:
+def _dtype_up_to(largest: int) -> type[np.integer]:
+    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+
+
+def _shuffled(random: np.random.RandomState, parts: list[NDArray[np.integer]]) -> NDArray[np.integer]:
+    """Return the parts, each shuffled by itself, joined."""
+    for part in parts:
         random.shuffle(part)
-    return np.concatenate(shuffled)
+    return np.concatenate(parts)
 
 
 def _sample_index(
@@ -148,22 +165,7 @@ def _sample_index(
     slots = np.searchsorted(ends, positions, side="right" if settings.extra_token else "left")
     slots[0] = 0
     offsets = positions - np.where(slots > 0, ends[slots - 1], 0)
-    largest = max(len(document), int(lengths.max()))
-    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    return np.stack([slots, offsets], axis=1).astype(dtype)
-
-
-def _shuffle_index(
-    random: np.random.RandomState, samples: int, alone: int | None, settings: WindowSettings
-) -> NDArray[np.integer]:
-    if settings.rule == "hyper_parallel" and settings.num_samples is not None:
-        samples = min(samples, settings.num_samples)
-    dtype = np.int32 if samples <= np.iinfo(np.int32).max else np.int64
-    split = [] if alone is None else [alone]
-    parts = np.split(np.arange(samples, dtype=dtype), split)
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
+    return np.stack([slots, offsets], axis=1).astype(_dtype_up_to(max(len(document), int(lengths.max()))))
 
 
 def split_units(count: int, weights: str, part: str) -> tuple[int, int]:
@@ -192,3 +194,118 @@ def split_units(count: int, weights: str, part: str) -> tuple[int, int]:
     fractions = [0.0, *accumulate(number / total for number in numbers)]
     first = names.index(part)
     return round(fractions[first] * count), round(fractions[first + 1] * count)
+
+
+def cache_key(lengths: NDArray[np.int64], settings: WindowSettings) -> str:
+    """Return the name of the indices: SHA-256, in hex, of all that decides them, the lengths of the units included.
+
+    Where the corpus lies is not in it, and neither are its token ids: the indices do not depend on them.
+    """
+    facts = {
+        "version": CACHE_VERSION,
+        "lengths_sha256": hashlib.sha256(np.ascontiguousarray(lengths, "<i8")).hexdigest(),
+        **asdict(settings),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def cached_indices(lengths: NDArray[np.int64], settings: WindowSettings, directory: Path | None) -> WindowIndices:
+    """Return the indices, from the cache if it has them, else built and then kept there.
+
+    Any number of processes may do so at once: a set of indices appears whole, under its final name, and the first to
+    finish wins. Sets that are damaged are built again. Where `directory` cannot be written, the user's own cache
+    directory is tried, and then nothing is kept; a warning says which.
+
+    Args:
+        lengths: int64, shape (units,): tokens in each unit.
+        settings: see `WindowSettings`.
+        directory: where the sets are kept; None keeps none.
+
+    Raises:
+        SourceError: the units hold no tokens.
+
+    """
+    if directory is None:
+        return build_indices(lengths, settings)
+    key = cache_key(lengths, settings)
+    places = [place / key for place in (directory, user_cache_directory()) if place is not None]
+    for place in places:
+        found = _load(place)
+        if found is not None:
+            return found
+    indices = build_indices(lengths, settings)
+    for place in places:
+        try:
+            _save(place, indices)
+        except OSError as error:
+            logger.warning("%s cannot hold the indices of the windows: %s", place.parent, error.strerror or error)
+        else:
+            return indices
+    logger.warning("the indices of the windows are kept nowhere, and are built again each time")
+    return indices
+
+
+def user_cache_directory() -> Path | None:
+    """Return where this user's indices go when the directory of the corpus cannot be written; None without a home."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "dspark-store" / "megatron"
+    except RuntimeError:
+        return None
+
+
+def _load(place: Path) -> WindowIndices | None:
+    """Return the indices of one set, mapped read-only, or None if it is not there or not what was written."""
+    if not place.is_dir():
+        return None
+    try:
+        digests = json.loads((place / _DIGESTS).read_text())
+        indices = WindowIndices(
+            *(np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS)
+        )
+        if digests == _digests(indices):
+            return indices
+        problem = "its checksums are not those that were written"
+    except (OSError, ValueError, EOFError) as error:
+        problem = str(error)
+    logger.warning("%s cannot be used and is built again: %s", place, problem)
+    shutil.rmtree(place, ignore_errors=True)
+    return None
+
+
+def _save(place: Path, indices: WindowIndices) -> None:
+    """Write one set beside its place, then move it there; OSError if that cannot be."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(place.parent)
+    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        work.chmod(0o755)  # others who read the corpus may read these too
+        for name, array in ((name, getattr(indices, name)) for name in _ARRAYS):
+            np.save(work / f"{name}.npy", array, allow_pickle=False)
+        (work / _DIGESTS).write_text(json.dumps(_digests(indices)))  # what a power failure tears, the digests show
+        try:
+            work.rename(place)
+        except OSError:
+            if not place.is_dir():  # else another process was first, and its set is the same
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what processes that were killed left behind."""
+    for left in directory.glob(".*.*"):
+        if _WORK_NAME.fullmatch(left.name):  # the directory may be the user's, with other files in it
+            with contextlib.suppress(OSError):  # its process may be removing it just now
+                if time.time() - left.stat().st_mtime > _ABANDONED_AFTER:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def _digests(indices: WindowIndices) -> dict[str, str]:
+    digests = {}
+    for name in _ARRAYS:
+        array = getattr(indices, name)
+        digest = hashlib.sha256(f"{array.dtype.str} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).data)
+        digests[name] = digest.hexdigest()
+    return digests

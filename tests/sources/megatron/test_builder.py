@@ -36,7 +36,7 @@ def test_an_empty_pair_has_42_bytes_and_opens(tmp_path):
     write_pair(tmp_path / "a", [])
     assert (tmp_path / "a.idx").stat().st_size == 42
     pair = open_pair(tmp_path / "a")
-    assert (pair.index.num_sequences, pair.index.num_documents, pair.index.boundaries.tolist()) == (0, 0, [0])
+    assert (len(pair.lengths), pair.boundaries.tolist()) == (0, [0])
 
 
 def test_items_and_documents_give_the_same_pair(tmp_path):
@@ -57,7 +57,7 @@ def test_a_pair_merged_with_itself_keeps_its_documents_apart(tmp_path):
     with PairBuilder(tmp_path / "b", dtype=np.uint16) as builder:
         builder.add_pair(tmp_path / "a")
         builder.add_pair(tmp_path / "a")
-    index = open_pair(tmp_path / "b").index
+    index = open_pair(tmp_path / "b")
     assert index.lengths.tolist() == [2, 3, 1, 2, 3, 1]
     assert index.boundaries.tolist() == [0, 2, 3, 3, 5, 6, 6]
     assert index.pointers.tolist() == [0, 4, 10, 12, 16, 22]
@@ -69,7 +69,7 @@ def test_what_is_given_no_modes_is_text(tmp_path):
         builder.add_document([1, 2, 3, 4, 5], [3, 2])
         builder.add_document([6, 7], [2])
         builder.add_document([8, 9], [1, 1], [0, 1])
-    modes = open_pair(tmp_path / "a", skip_images=True).index.modes
+    modes = open_pair(tmp_path / "a", skip_images=True).modes
     assert modes is not None
     assert modes.tolist() == [0, 0, 0, 0, 1]
 
@@ -81,7 +81,7 @@ def test_modes_are_merged_and_a_text_pair_counts_as_text(tmp_path):
     with PairBuilder(tmp_path / "b", multimodal=True) as builder:
         builder.add_pair(tmp_path / "text")
         builder.add_pair(tmp_path / "a")
-    modes = open_pair(tmp_path / "b", skip_images=True).index.modes
+    modes = open_pair(tmp_path / "b", skip_images=True).modes
     assert modes is not None
     assert modes.tolist() == [0, *(golden.modes or ())]
     with PairBuilder(tmp_path / "c") as builder, pytest.raises(ValueError, match=r"a\.idx has modes.*multimodal=True"):
@@ -102,7 +102,7 @@ def test_a_token_that_the_dtype_cannot_hold_is_refused_and_not_wrapped(dtype, to
         for add in (builder.add_item, builder.add_document):
             with pytest.raises(ValueError, match=rf"token \d is {bad}, and {dtype} holds .* wider dtype"):
                 add(np.array(tokens))
-    assert open_pair(tmp_path / "a").index.num_sequences == 0
+    assert len(open_pair(tmp_path / "a").lengths) == 0
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [[1, 2]], [True], ["a"]])
@@ -120,7 +120,7 @@ def test_a_sequence_in_no_document_is_not_glued_to_the_next_one(tmp_path):
             call()
     builder.end_document()
     builder.finish()
-    assert open_pair(tmp_path / "b").index.boundaries.tolist() == [0, 1]
+    assert open_pair(tmp_path / "b").boundaries.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("lengths", "modes"), [([1], None), ([4, -1], None), ([3], [0, 0]), ([3], [1]), ([3], [200])])
@@ -130,7 +130,7 @@ def test_a_document_whose_lengths_or_modes_do_not_fit_is_refused_whole(lengths, 
         with pytest.raises(ValueError, match=r"add up|one each|multimodal=True|expected -128"):
             builder.add_document([1, 2, 3], lengths, modes)
         builder.add_document([9])
-    assert open_pair(tmp_path / "a").document(0).tolist() == [9]
+    assert open_pair(tmp_path / "a").stream(0, 1).tolist() == [9]
 
 
 def test_no_file_has_its_name_before_the_pair_is_whole(tmp_path):
