@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from dspark_store.cli.precompute import add_arguments as add_precompute_arguments
 from dspark_store.cli.precompute import config_of
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.sizes import of_ragged_rows, of_rows_text, padded_bytes, ragged_once_bytes, ragged_rows_bytes
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.settings import PrecomputeConfig, settings
@@ -100,7 +99,7 @@ def _of_store(given: argparse.Namespace) -> Forecast:
 
 def _lines(forecast: Forecast) -> Iterator[str]:
     corpus, chosen, counts = forecast.corpus, forecast.chosen, forecast.counts
-    states = [part for part in chosen.parts if part.name in (LAYERS, LAST)]
+    states = chosen.columns[2:]
     before = sum(part.before for part in states)
     supervised = "" if corpus.supervised is None else f" ({int(corpus.supervised.sum()):,} supervised)"
     cut, unsupervised = ("none", "not counted: no row had to be read") if counts is None else counts.lines()
@@ -114,7 +113,7 @@ def _lines(forecast: Forecast) -> Iterator[str]:
         f"states, expected   {_size(chosen.states)} as {chosen.variant.dtype}, codec {chosen.variant.codec}, "
         f"{chosen.schema.chunk_tokens} tokens per chunk"
     )
-    yield f"tables             {_size(chosen.parts[-1].stored)}: the target's embedding and head"
+    yield f"tables             {_size(chosen.tables.stored)}: the target's embedding and head"
     yield f"store              {_size(chosen.total)}, and a few KB of metadata per shard"
     yield f"basis              {forecast.basis}"
     yield f"disk free          {size_text(forecast.free)}"
@@ -130,48 +129,34 @@ def _lines(forecast: Forecast) -> Iterator[str]:
 def _part_lines(forecast: Forecast) -> Iterator[str]:
     chosen = forecast.chosen
     yield f"{'part':34} {'before':>10}  {'stored':>10}  {'':23} {'of rows':>7}  share"
-    for part in chosen.parts:
+    for part in (*chosen.columns, chosen.tables):
         ratio = _ratio(forecast, part)
         share = part.stored.expected / chosen.total.expected
         spread = _spread(part.stored)
         yield (
-            f"{_name(part):34} {size_text(part.before):>10}  {size_text(part.stored.expected):>10}  {spread:23} "
+            f"{part.label:34} {size_text(part.before):>10}  {size_text(part.stored.expected):>10}  {spread:23} "
             f"{'' if ratio is None else f'{ratio:.3f}':>7} {share:6.1%}"
         )
 
 
 def _ratio(forecast: Forecast, part: PartEstimate) -> float | None:
     """Return what a column is of the ragged bf16 rows; the target's tables are none of theirs."""
-    from dspark_store.inspection.estimate.estimation import TABLES
-
-    if part.name == TABLES:
+    if part is forecast.chosen.tables:
         return None
     return of_ragged_rows(forecast.chosen.schema, forecast.corpus.tokens, part.stored.expected)
 
 
-def _name(part: PartEstimate) -> str:
-    from dspark_store.inspection.estimate.estimation import TABLES
-
-    if part.name == LAYERS:
-        return f"layer {part.layer_id}"
-    if part.name == LAST:
-        return "last hidden states" + ("" if part.layer_id is None else f", layer {part.layer_id}")
-    return "the target's embedding and head" if part.name == TABLES else part.name
-
-
 def _variant_lines(forecast: Forecast) -> Iterator[str]:
-    dtypes = list(dict.fromkeys(store.variant.dtype for store in forecast.others))
+    dtypes = list(dict.fromkeys(variant.dtype for variant in forecast.stores))
     yield f"{'the whole store, by codec':34} " + "  ".join(f"{dtype:>10}" for dtype in dtypes)
-    for codec in dict.fromkeys(store.variant.codec for store in forecast.others):
-        totals = {store.variant.dtype: store.total for store in forecast.others if store.variant.codec == codec}
+    for codec in dict.fromkeys(variant.codec for variant in forecast.stores):
+        totals = {variant.dtype: found.total for variant, found in forecast.stores.items() if variant.codec == codec}
         yield f"{codec:34} " + "  ".join(f"{size_text(totals[dtype].expected):>10}" for dtype in dtypes)
 
 
 def _elsewhere_lines(forecast: Forecast) -> Iterator[str]:
-    from dspark_store.inspection.estimate.estimation import TABLES
-
     schema, tokens = forecast.chosen.schema, forecast.corpus.tokens
-    here = sum(part.stored.expected for part in forecast.chosen.parts if part.name != TABLES)
+    here = sum(part.stored.expected for part in forecast.chosen.columns)
     for name, count in {"the samples here": here, **_elsewhere(forecast)}.items():
         yield f"{name:34} {size_text(count):>10}  {of_rows_text(schema, tokens, count)}"
 
@@ -182,7 +167,7 @@ def _elsewhere(forecast: Forecast) -> dict[str, int]:
     return {
         "padded safetensors": padded_bytes(schema, len(forecast.corpus)),
         "ragged rows": ragged_rows_bytes(schema, tokens),
-        "ragged rows, the last state once": ragged_once_bytes(schema, forecast.last_layer, tokens),
+        "ragged rows, the last state once": ragged_once_bytes(schema, forecast.record.last_layer, tokens),
     }
 
 
@@ -225,10 +210,10 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
         "chunk_tokens": chosen.schema.chunk_tokens,
         "store_bytes": _range(chosen.total),
         "state_bytes": _range(chosen.states),
-        "parts": [_part_document(part, forecast) for part in chosen.parts],
+        "parts": [_part_document(part, forecast) for part in (*chosen.columns, chosen.tables)],
         "variants": [
-            {"codec": store.variant.codec, "dtype": store.variant.dtype, "store_bytes": _range(store.total)}
-            for store in forecast.others
+            {"codec": variant.codec, "dtype": variant.dtype, "store_bytes": _range(found.total)}
+            for variant, found in forecast.stores.items()
         ],
         "elsewhere_bytes": {name.replace(",", "").replace(" ", "_"): n for name, n in _elsewhere(forecast).items()},
         "free_bytes": forecast.free,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from dspark_store.inspection.samples import SampleTokens, read_tokens
 from dspark_store.precompute.rows import no_samples
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
-from dspark_store.sources.source import Sample, Source
+from dspark_store.sources.source import Source
 
 _SEED = 0
 
@@ -38,28 +37,6 @@ class Corpus:
         return int(self.lengths.sum())
 
 
-class Reservoir:
-    """Keeps ``size`` of all rows that it is shown, each as likely as any other (Vitter's algorithm R)."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._seen = 0
-        self._random = random.Random(_SEED)
-        self._kept: list[SampleTokens] = []
-
-    def show(self, sample: Sample) -> None:
-        """Take note of one more row."""
-        number, self._seen = self._seen, self._seen + 1
-        place = number if number < self._size else self._random.randrange(self._seen)
-        if place < self._size:
-            row = SampleTokens(number, sample.input_ids, sample.loss_mask)
-            self._kept[place : place + 1] = [row]
-
-    def rows(self) -> tuple[SampleTokens, ...]:
-        """Return what is kept, in the order in which it came."""
-        return tuple(sorted(self._kept, key=lambda row: row.number))
-
-
 def count_source(source: Source, seq_length: int, rows: int, *, all_kept: bool) -> Corpus:
     """Count what a source gives, and take ``rows`` of it at random.
 
@@ -68,30 +45,26 @@ def count_source(source: Source, seq_length: int, rows: int, *, all_kept: bool) 
     """
     lengths = source.lengths() if all_kept else None
     if lengths is not None and lengths.max(initial=0) <= seq_length:
-        return _known(source, lengths, rows)
-    counts, supervised, reservoir = array("q"), array("q"), Reservoir(rows)
+        records = np.flatnonzero(lengths)
+        if not len(records):
+            raise no_samples(source)
+        samples = {number: source.sample(int(records[number])) for number in chosen_numbers(len(records), rows)}
+        taken = (SampleTokens(number, sample.input_ids, sample.loss_mask) for number, sample in samples.items())
+        return Corpus(lengths[records], None, tuple(taken))
+    counts, supervised, kept, draw = array("q"), array("q"), list[SampleTokens](), random.Random(_SEED)
     with start_progress("tokenise", len(source), "rows") as progress:
-        for sample in source.read():
+        for number, sample in enumerate(source.read()):
             counts.append(len(sample.input_ids))
             supervised.append(int(sample.loss_mask.sum()))
-            reservoir.show(sample)
+            place = number if number < rows else draw.randrange(number + 1)  # Vitter's algorithm R
+            if place < rows:
+                kept[place : place + 1] = [SampleTokens(number, sample.input_ids, sample.loss_mask)]
             progress.reach(source.record_of(sample.cursor), lambda: f"{len(counts):,} samples")
         progress.reach(len(source), lambda: "")
     if not counts:
         raise no_samples(source)
-    return Corpus(np.array(counts, np.int64), np.array(supervised, np.int64), reservoir.rows())
-
-
-def _known(source: Source, lengths: np.ndarray, rows: int) -> Corpus:
-    records = np.flatnonzero(lengths)
-    if not len(records):
-        raise no_samples(source)
-    chosen = chosen_numbers(len(records), rows)
-    samples = [source.sample(int(records[number])) for number in chosen]
-    taken = tuple(
-        SampleTokens(number, sample.input_ids, sample.loss_mask) for number, sample in zip(chosen, samples, strict=True)
-    )
-    return Corpus(lengths[records], None, taken)
+    in_order = sorted(kept, key=lambda row: row.number)
+    return Corpus(np.array(counts, np.int64), np.array(supervised, np.int64), tuple(in_order))
 
 
 def count_store(cache: Cache, rows: int) -> Corpus:
@@ -108,6 +81,6 @@ def count_store(cache: Cache, rows: int) -> Corpus:
     return Corpus(cache.lengths.astype(np.int64), cache.supervised.astype(np.int64), taken)
 
 
-def chosen_numbers(count: int, wanted: int) -> Sequence[int]:
+def chosen_numbers(count: int, wanted: int) -> list[int]:
     """Return ``wanted`` of the numbers below ``count``, or all of them, in order; the same ones every time."""
     return sorted(random.Random(_SEED).sample(range(count), min(wanted, count)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_store.format.codecs import CRC_BYTES
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.schema import IDS, LAST, MASK, StoreSchema
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
 from dspark_store.inspection.estimate.measurement import Measurement, Variant
@@ -36,9 +36,10 @@ class Bytes:
         return cls(count, count, count)
 
     @classmethod
-    def within(cls, expected: float, error: float) -> Bytes:
-        """Return a number with a standard error: the range is three of them to each side."""
-        return cls(expected, max(0.0, expected - _STANDARD_ERRORS * error), expected + _STANDARD_ERRORS * error)
+    def compressed(cls, before: float, ratios: tuple[float, float]) -> Bytes:
+        """Return what bytes become that are compressed by the lowest to the highest of two ratios."""
+        low, high = ratios
+        return cls(2 * before / (low + high), before / high, before / low)
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.expected + other.expected, self.least + other.least, self.most + other.most)
@@ -57,17 +58,26 @@ class PartEstimate:
     before: int
     stored: Bytes
 
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        if self.name == LAST:
+            return "last hidden states" + ("" if self.layer_id is None else f", layer {self.layer_id}")
+        return {LAYERS: f"layer {self.layer_id}", TABLES: "the target's embedding and head"}.get(self.name, self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreEstimate:
-    """A whole store in one codec and dtype: ``total`` is the objects of its columns, and the target's tables.
+    """A whole store in one codec and dtype: ids, mask and states in ``columns``, then the target's ``tables``.
 
-    Metadata, index, ledger and the objects' trailers are not counted: they are a few KB per shard.
+    ``total`` is the sum of both. Metadata, index, ledger and the objects' trailers are not counted: they are a few KB
+    per shard. The range of the sum of all ``states`` is narrower than the sum of theirs.
     """
 
     variant: Variant
     schema: StoreSchema
-    parts: tuple[PartEstimate, ...]
+    columns: tuple[PartEstimate, ...]
+    tables: PartEstimate
     states: Bytes
     total: Bytes
 
@@ -79,45 +89,43 @@ def estimate_store(
 
     Without a measurement, ratios come from the table of `precompute.estimate`.
     """
-    variant = Variant.of(schema)
-    record = replace(record, schema=schema)
-    own = measurement if measurement is not None and variant in measurement.states else None
-    states, states_sum = _state_parts(record, corpus, variant, own)
-    tokens = _token_parts(schema, corpus, own)
-    tables = _tables(record, variant, own)
-    total = states_sum
-    for part in (*tokens, tables):
-        total += part.stored
-    return StoreEstimate(variant, schema, (*tokens, *states, tables), states_sum, total)
-
-
-def _state_parts(
-    record: StoreRecord, corpus: Corpus, variant: Variant, measurement: Measurement | None
-) -> tuple[list[PartEstimate], Bytes]:
-    """Return the parts of the state columns and their sum, whose range is narrower than the sum of theirs."""
-    schema = record.schema
-    objects = distinct_objects(schema, record.last_layer)
-    token_bytes = schema.hidden_size * schema.dtype.itemsize
-    before = corpus.tokens * token_bytes
+    variant, tokens, nothing = Variant.of(schema), corpus.tokens, Bytes.exact(0)
+    vector = schema.hidden_size * schema.dtype.itemsize
     chunks = int(np.sum(-(-corpus.lengths // schema.chunk_tokens)))
     shared = record.last_layer if record.last_layer in schema.layer_ids else None
-    ids = [shared if item.column == LAST else item.layer_id for item in objects]
-    if schema.codec == "none":
-        each = Bytes.exact(chunks * (schema.chunk_tokens * token_bytes + CRC_BYTES))
-        stored, total = [each] * len(objects), Bytes.exact(each.expected * len(objects))
-    elif measurement is None:
-        low, high = COMPRESSION[variant]
-        each = Bytes(2 * before / (low + high), before / high, before / low)
-        stored = [each] * len(objects)
-        total = Bytes(*(len(objects) * value for value in (each.expected, each.least, each.most)))
-    else:
-        sizes = measurement.states[variant]
-        stored = [projected(sizes[:, number], measurement.tokens, corpus) for number in range(len(objects))]
-        total = projected(sizes.sum(axis=1), measurement.tokens, corpus)
-    parts = [
-        PartEstimate(item.column, layer, before, size) for item, layer, size in zip(objects, ids, stored, strict=True)
+    objects = distinct_objects(schema, record.last_layer)
+    # of each part: name, layer, bytes per position, chunks and positions per chunk
+    kinds: list[tuple[str, int | None, int, int, int]] = [
+        (IDS, None, 4, len(corpus), schema.seq_length),
+        (MASK, None, 1, len(corpus), schema.seq_length),
     ]
-    return parts, total
+    layers = [(item.column, shared if item.column == LAST else item.layer_id) for item in objects]
+    kinds += [(column, layer, vector, chunks, schema.chunk_tokens) for column, layer in layers]
+    columns = []
+    for number, (name, layer, nbytes, count, positions) in enumerate(kinds):
+        before = tokens * nbytes
+        if schema.codec == "none":
+            stored = Bytes.exact(count * (positions * nbytes + CRC_BYTES))
+        elif measurement is not None:
+            stored = projected(measurement.sizes[variant][:, number], measurement.tokens, corpus)
+        else:
+            of_tokens = Bytes(before / 2, 0.0, before)
+            stored = of_tokens if name in (IDS, MASK) else Bytes.compressed(before, COMPRESSION[variant])
+        columns.append(PartEstimate(name, layer, before, stored))
+    states = sum((part.stored for part in columns[2:]), nothing)
+    if schema.codec != "none" and measurement is not None:
+        states = projected(measurement.sizes[variant][:, 2:].sum(axis=1), measurement.tokens, corpus)
+    tables = _tables(replace(record, schema=schema), variant, measurement)
+    total = sum((part.stored for part in (*columns[:2], tables)), states)
+    return StoreEstimate(variant, schema, tuple(columns), tables, states, total)
+
+
+def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | None) -> PartEstimate:
+    before = weight_bytes(record)
+    if measurement is not None:
+        stored = measurement.tables[variant]
+        return PartEstimate(TABLES, None, before if stored else 0, Bytes.exact(stored))
+    return PartEstimate(TABLES, None, before, Bytes.compressed(before, COMPRESSION.get(variant, (1.0, 1.0))))
 
 
 def projected(sizes: np.ndarray, tokens: np.ndarray, corpus: Corpus) -> Bytes:
@@ -135,32 +143,8 @@ def projected(sizes: np.ndarray, tokens: np.ndarray, corpus: Corpus) -> Bytes:
     if rows < 2:
         return Bytes(expected, 0.0, math.inf)
     variance = float(((sizes - ratio * tokens) ** 2).sum()) / (rows - 1)
-    return Bytes.within(expected, whole * math.sqrt((1 - rows / whole) * variance / rows))
-
-
-def _token_parts(schema: StoreSchema, corpus: Corpus, measurement: Measurement | None) -> list[PartEstimate]:
-    plain = {IDS: 4 * schema.seq_length + CRC_BYTES, MASK: schema.seq_length + CRC_BYTES}
-    parts = []
-    for column, itemsize in ((IDS, 4), (MASK, 1)):
-        if schema.codec == "none":
-            stored = Bytes.exact(len(corpus) * plain[column])
-        elif measurement is None:
-            most = corpus.tokens * itemsize
-            stored = Bytes(most / 2, 0.0, most)
-        else:
-            sizes = (measurement.ids if column == IDS else measurement.masks)[schema.codec]
-            stored = projected(sizes, measurement.tokens, corpus)
-        parts.append(PartEstimate(column, None, corpus.tokens * itemsize, stored))
-    return parts
-
-
-def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | None) -> PartEstimate:
-    before = weight_bytes(record)
-    if measurement is not None and variant in measurement.tables:
-        stored = measurement.tables[variant]
-        return PartEstimate(TABLES, None, before if stored else 0, Bytes.exact(stored))
-    low, high = COMPRESSION.get(variant, (1.0, 1.0))
-    return PartEstimate(TABLES, None, before, Bytes(2 * before / (low + high), before / high, before / low))
+    error = _STANDARD_ERRORS * whole * math.sqrt((1 - rows / whole) * variance / rows)
+    return Bytes(expected, max(0.0, expected - error), expected + error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +160,15 @@ class Duration:
         return max(self.forward, self.encode or 0.0)
 
 
-def estimate_duration(
-    corpus: Corpus,
-    grid_rows: int,
-    limit: BatchLimit,
-    *,
-    tokens_per_second: float | None = None,
-    positions_per_second: float | None = None,
-    encode_seconds: float | None = None,
-    threads: int = 1,
-) -> Duration | None:
-    """Return how long the capture of a corpus takes, None when no rate is known.
+def measured_duration(
+    corpus: Corpus, grid_rows: int, limit: BatchLimit, positions_per_second: float, encode_seconds: float
+) -> Duration:
+    """Return how long the capture of a corpus takes by a measured rate.
 
-    The rate that a user gives, in valid tokens, is taken at its word and includes all. A measured one is in positions,
-    those of the padding included, and all batches of all shards, of ``grid_rows`` samples each, are known.
-    ``encode_seconds`` is what one thread takes for a token.
+    Positions are those of the padding too: all batches of all shards, of ``grid_rows`` samples each, are known.
+    ``encode_seconds`` is what all threads together take for a token.
     """
-    if tokens_per_second is not None:
-        return Duration(corpus.tokens / tokens_per_second, None)
-    if positions_per_second is None:
-        return None
     lengths = corpus.lengths.tolist()
-    positions = sum(
-        forward_cost(lengths[first : first + grid_rows], limit) for first in range(0, len(lengths), grid_rows)
-    )
-    encode = None if encode_seconds is None else encode_seconds * corpus.tokens / threads
-    return Duration(positions / positions_per_second, encode)
+    shards = (lengths[first : first + grid_rows] for first in range(0, len(lengths), grid_rows))
+    positions = sum(forward_cost(shard, limit) for shard in shards)
+    return Duration(positions / positions_per_second, encode_seconds * corpus.tokens)

@@ -12,15 +12,8 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
-from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_duration, estimate_store
-from dspark_store.inspection.estimate.measurement import (
-    Measurement,
-    TrialEncoder,
-    Variant,
-    measure_store,
-    measure_target,
-    variants,
-)
+from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_store, measured_duration
+from dspark_store.inspection.estimate.measurement import Measurement, Variant, measure_store, measure_target, variants
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, check_identity, plan_job
@@ -29,7 +22,6 @@ from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.tensors import chosen_slots
-from dspark_store.target.batches import recorded_limit
 
 _NEEDED = ("num_hidden_layers", "target_vocab_size")
 TABLE = "a table of ratios: nothing was measured"
@@ -37,24 +29,27 @@ TABLE = "a table of ratios: nothing was measured"
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``chosen`` is the store that was asked for, ``others`` all codecs and dtypes, it among them.
+    """``record`` is that of the store that was asked for, ``stores`` the estimates of it in every codec and dtype.
 
     ``counts`` says how many samples are cut or not supervised, None where no row had to be read. ``basis`` says in
     words where the ratios come from, ``measured_rows`` is 0 where they are not measured; ``rate_basis`` says where the
-    speed comes from. ``last_layer`` is the id of the target's last layer, ``free`` the bytes left where the store is to
-    be.
+    speed comes from. ``free`` are the bytes left where the store is to be.
     """
 
+    record: StoreRecord
     corpus: Corpus
     counts: SampleCounts | None
-    chosen: StoreEstimate
-    others: tuple[StoreEstimate, ...]
-    last_layer: int
+    stores: Mapping[Variant, StoreEstimate]
     measured_rows: int
     basis: str
     duration: Duration | None
     rate_basis: str
     free: int
+
+    @property
+    def chosen(self) -> StoreEstimate:
+        """The estimate of the store that was asked for."""
+        return self.stores[Variant.of(self.record.schema)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +81,25 @@ def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord |
     """
     config.check()
     job = plan_job(config, recorded=recorded)
-    schema, last_layer = job.new_record.schema, job.new_record.last_layer
+    record, schema = job.new_record, job.new_record.schema
     corpus, counts = _samples_of(job, measure, recorded)
-    schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
     measurement, basis = None, TABLE
+    schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
+    duration = _by_rate(corpus, config.tokens_per_second or (None if measure else recorded_rate(recorded)))
     if measure:
-        with TrialEncoder(corpus.rows, schemas, last_layer) as encoder:
-            device = measure_target(job, encoder)
-        measurement = encoder.measurement
+        measurement = Measurement(corpus.rows, schemas, record.last_layer)
+        device = measure_target(job, measurement)
         basis = f"{len(corpus.rows):,} rows taken at random and run through the target on {device}"
-    known_rate = None if measurement else recorded_rate(recorded)
-    duration = estimate_duration(
-        corpus,
-        schema.shard_size,
-        config.batch_limit,
-        tokens_per_second=config.tokens_per_second or known_rate,
-        positions_per_second=measurement.positions_per_second if measurement else None,
-        encode_seconds=measurement.encode_seconds[Variant.of(schema)] if measurement else None,
-        threads=config.resolved_encode_threads,
-    )
+        rate, encode_seconds = measurement.positions_per_second, measurement.encode_seconds[Variant.of(schema)]
+        if duration is None and rate is not None:
+            encode_seconds /= config.resolved_encode_threads
+            duration = measured_duration(corpus, schema.shard_size, config.batch_limit, rate, encode_seconds)
     given = config.tokens_per_second is not None
     rate_basis = "as given" if given else "measured on these rows" if measurement else "as the store records"
-    chosen, others = _estimates(job.new_record, schemas, corpus, measurement)
+    stores = {variant: estimate_store(record, schema, corpus, measurement) for variant, schema in schemas.items()}
+    rows = len(corpus.rows) if measurement else 0
     free = LocalStorage(config.output_dir).free_bytes()
-    rows = len(measurement.rows) if measurement else 0
-    return Forecast(corpus, counts, chosen, others, last_layer, rows, basis, duration, rate_basis, free)
+    return Forecast(record, corpus, counts, stores, rows, basis, duration, rate_basis, free)
 
 
 def _samples_of(job: Job, rows: int, recorded: StoreRecord | None) -> tuple[Corpus, SampleCounts | None]:
@@ -143,44 +132,33 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     missing = [name for name in _NEEDED if cache.manifest.get(name) is None]
     if missing:
         raise ValueError(f"store at {cache.storage} cannot be estimated: its manifest does not have {missing[0]}")
-    corpus = count_store(cache, measure)
-    schema, storage = choice.schema(cache), cache.storage
+    corpus, schema = count_store(cache, measure), choice.schema(cache)
     record = replace(cache.record, schema=schema)
     dtypes = list(CACHE_DTYPES) if schema.dtype.name == "fp32" else [schema.dtype.name]
-    schemas = _schemas(schema, choice.chunk_tokens or 0, dtypes)
     measurement, basis = None, TABLE
+    schemas = _schemas(schema, choice.chunk_tokens or 0, dtypes)
     if measure and cache.index.committed():
-        with TrialEncoder(corpus.rows, schemas, record.last_layer) as encoder:
-            measure_store(cache, schema.layer_ids, encoder)
-        measurement = encoder.measurement
+        measurement = Measurement(corpus.rows, schemas, record.last_layer)
+        measure_store(cache, schema.layer_ids, measurement)
         basis = f"{len(corpus.rows):,} rows of the store, taken at random and encoded anew"
     given = choice.tokens_per_second
     if given is not None and given <= 0:
         raise ValueError(f"tokens-per-second must be > 0, got {given}")
-    duration = estimate_duration(
-        corpus,
-        schema.shard_size,
-        recorded_limit(cache.manifest) or 1,
-        tokens_per_second=given or recorded_rate(cache.record),
-    )
-    chosen, others = _estimates(record, schemas, corpus, measurement)
-    rate_basis = "as given" if given else "as the store records"
-    rows = len(measurement.rows) if measurement else 0
+    duration = _by_rate(corpus, given or recorded_rate(cache.record))
+    stores = {variant: estimate_store(record, schema, corpus, measurement) for variant, schema in schemas.items()}
+    rows = len(corpus.rows) if measurement else 0
     full = int((corpus.lengths == schema.seq_length).sum())  # some of them may have been cut
     counts = SampleCounts(len(corpus), schema.seq_length, 0, full, int((cache.supervised == 0).sum()))
-    return Forecast(
-        corpus, counts, chosen, others, record.last_layer, rows, basis, duration, rate_basis, storage.free_bytes()
-    )
+    rate_basis, free = "as given" if given else "as the store records", cache.storage.free_bytes()
+    return Forecast(record, corpus, counts, stores, rows, basis, duration, rate_basis, free)
+
+
+def _by_rate(corpus: Corpus, tokens_per_second: float | None) -> Duration | None:
+    """Take a rate in valid tokens at its word: it includes all."""
+    return None if tokens_per_second is None else Duration(corpus.tokens / tokens_per_second, None)
 
 
 def _schemas(schema: StoreSchema, chunk_tokens: int, dtypes: Sequence[str]) -> dict[Variant, StoreSchema]:
     """Return the schema in every variant; the one that was asked for is as it is."""
     found = {variant: variant.schema(schema, chunk_tokens) for variant in variants(dtypes)}
     return {**found, Variant.of(schema): schema}
-
-
-def _estimates(
-    record: StoreRecord, schemas: Mapping[Variant, StoreSchema], corpus: Corpus, measurement: Measurement | None
-) -> tuple[StoreEstimate, tuple[StoreEstimate, ...]]:
-    found = {variant: estimate_store(record, schema, corpus, measurement) for variant, schema in schemas.items()}
-    return found[Variant.of(record.schema)], tuple(found.values())

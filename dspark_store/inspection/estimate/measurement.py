@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Self, cast
 
 import numpy as np
@@ -83,10 +84,10 @@ def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
     return total
 
 
-def token_row_bytes(schema: StoreSchema, ids: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
+def token_row_bytes(schema: StoreSchema, row: SampleTokens) -> tuple[int, int]:
     """Return the bytes of one row's chunk of ids and of its chunk of the mask."""
     sizes = []
-    for column, values in ((IDS, ids), (MASK, mask)):
+    for column, values in ((IDS, row.ids), (MASK, row.mask)):
         dtype, fill = TOKEN_VALUES[column]
         padded = np.full(schema.seq_length, fill, dtype)
         padded[: len(values)] = values
@@ -112,18 +113,17 @@ def table_bytes(schema: StoreSchema, table: torch.Tensor) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """What ``rows`` came to.
+    """What ``rows`` come to in the variants of ``schemas``.
 
-    ``states`` has, for each variant, the chunks' bytes by row and distinct state object, (rows, objects);
-    ``ids`` and ``masks`` (rows,) those of the token columns, by codec preset; ``tables`` the bytes of the target's
-    tables. ``positions_per_second`` is what the target computed, padding included, None where it was not run;
-    ``encode_seconds`` a token, of one thread, by variant.
+    ``sizes`` has the chunks' bytes by row and object, (rows, 2 + objects) int64 for each variant: of ids and mask,
+    then of each distinct state object; ``tables`` the bytes of the target's tables. ``positions_per_second`` is what
+    the target computed, padding included, None where it was not run; ``encode_seconds`` a token, of one thread.
     """
 
     rows: tuple[SampleTokens, ...]
-    states: dict[Variant, np.ndarray] = field(default_factory=dict)
-    ids: dict[str, np.ndarray] = field(default_factory=dict)
-    masks: dict[str, np.ndarray] = field(default_factory=dict)
+    schemas: Mapping[Variant, StoreSchema]
+    last_layer: int
+    sizes: dict[Variant, np.ndarray] = field(default_factory=dict)
     tables: dict[Variant, float] = field(default_factory=dict)
     positions_per_second: float | None = None
     encode_seconds: dict[Variant, float] = field(default_factory=dict)
@@ -133,61 +133,32 @@ class Measurement:
         """(rows,) int64: the tokens of each row."""
         return np.array([len(row) for row in self.rows], np.int64)
 
-
-class TrialEncoder:
-    """Fills a measurement of rows, whose tokens it encodes at once: states and tables in every variant, in threads."""
-
-    def __init__(self, rows: tuple[SampleTokens, ...], schemas: Mapping[Variant, StoreSchema], last_layer: int) -> None:
-        self.measurement = Measurement(rows)
-        self._schemas = schemas
-        self._last_layer = last_layer
+    def encode(self, tables: Sequence[torch.Tensor], rows: Iterable[RowStates]) -> None:
+        """Encode the target's tables, each of which is stored once, and then the states of rows as they come."""
         # the codecs are never run in the main thread, where blosc takes threads of its own
-        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "encode")
+        with (
+            ThreadPoolExecutor(min(8, os.cpu_count() or 1), "encode") as pool,
+            start_progress("measure", int(self.tokens.sum()), "tokens") as progress,
+        ):
+            for variant, schema in self.schemas.items():
+                self.tables[variant] = sum(pool.map(partial(table_bytes, schema), tables))
+                objects = len(distinct_objects(schema, self.last_layer))
+                self.sizes[variant] = np.zeros((len(self.rows), 2 + objects), np.int64)
+                self.sizes[variant][:, :2] = list(pool.map(partial(token_row_bytes, schema), self.rows))
+                self.encode_seconds[variant] = 0.0
+            for place, states_of_row in rows:
+                self._encode_row(pool, place, states_of_row)
+                progress.advance(len(self.rows[place]))
 
-    def __enter__(self) -> Self:
-        self._encode_tokens()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def _encode_tokens(self) -> None:
-        for variant, schema in self._schemas.items():
-            if variant.codec not in self.measurement.ids:
-                sizes = [token_row_bytes(schema, row.ids, row.mask) for row in self.measurement.rows]
-                self.measurement.ids[variant.codec] = np.array([ids for ids, _ in sizes], np.int64)
-                self.measurement.masks[variant.codec] = np.array([mask for _, mask in sizes], np.int64)
-
-    def encode_states(self, rows: Iterable[RowStates]) -> None:
-        """Encode the states of rows as they come."""
-        measurement, tokens = self.measurement, int(self.measurement.tokens.sum())
-        for variant, schema in self._schemas.items():
-            objects = distinct_objects(schema, self._last_layer)
-            measurement.states[variant] = np.zeros((len(measurement.rows), len(objects)), np.int64)
-            measurement.encode_seconds[variant] = 0.0
-        with start_progress("measure", tokens, "tokens") as progress:
-            for place, states in rows:
-                self._encode_row(place, states)
-                progress.advance(len(measurement.rows[place]))
-        for variant in self._schemas:
-            measurement.encode_seconds[variant] /= max(1, tokens)
-
-    def _encode_row(self, place: int, states: list[torch.Tensor]) -> None:
+    def _encode_row(self, pool: Executor, place: int, states: list[torch.Tensor]) -> None:
         tasks = []
-        for variant, schema in self._schemas.items():
-            for number, item in enumerate(distinct_objects(schema, self._last_layer)):
+        for variant, schema in self.schemas.items():
+            for number, item in enumerate(distinct_objects(schema, self.last_layer), 2):
                 piece = states[-1] if item.column == LAST else states[item.slot]
-                tasks.append((variant, number, self._pool.submit(_timed_row_bytes, schema, piece)))
+                tasks.append((variant, number, pool.submit(_timed_row_bytes, schema, piece)))
         for variant, number, task in tasks:
-            self.measurement.states[variant][place, number], seconds = task.result()
-            self.measurement.encode_seconds[variant] += seconds
-
-    def encode_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        """Encode the target's tables, each of which is stored once."""
-        for variant, schema in self._schemas.items():
-            self.measurement.tables[variant] = sum(
-                self._pool.map(lambda table, schema=schema: table_bytes(schema, table), tables)
-            )
+            self.sizes[variant][place, number], seconds = task.result()
+            self.encode_seconds[variant] += seconds / max(1, int(self.tokens.sum()))
 
 
 def _timed_row_bytes(schema: StoreSchema, states: torch.Tensor) -> tuple[int, float]:
@@ -195,30 +166,27 @@ def _timed_row_bytes(schema: StoreSchema, states: torch.Tensor) -> tuple[int, fl
     return state_row_bytes(schema, states), time.perf_counter() - started
 
 
-def measure_store(cache: Cache, layers: Sequence[int], encoder: TrialEncoder) -> None:
+def measure_store(cache: Cache, layers: Sequence[int], measurement: Measurement) -> None:
     """Read the states of the measurement's rows from the store that has them, and encode them; and its tables.
 
     ``layers`` are the ids that an estimate is made for, in slot order; all slots where the store names none.
     """
     tables: list[torch.Tensor] = []
-    if cache.record.weights:
+    if cache.record.weights:  # a store may have states and no tables: they would come first
         weights = cache.weights()
         tied = shares_tables(cache.record)
         tables = [weights.embed, *([] if tied else [weights.head]), *([] if weights.bias is None else [weights.bias])]
-    encoder.encode_tables(tables)  # none in a store that has states and no tables: they would come first
 
     def stored() -> Iterator[RowStates]:
-        for place, row in enumerate(encoder.measurement.rows):
-            span = slice(0, len(row))
-            batch = cache.read(
-                [row.number], columns=(LAYERS, LAST), layers=layers or None, positions=span, layout="stacked"
-            )
+        for place, row in enumerate(measurement.rows):
+            span, columns = slice(0, len(row)), (LAYERS, LAST)
+            batch = cache.read([row.number], columns=columns, layers=layers or None, positions=span, layout="stacked")
             yield place, [*batch[LAYERS][0], batch[LAST][0]]
 
-    encoder.encode_states(stored())
+    measurement.encode(tables, stored())
 
 
-def measure_target(job: Job, encoder: TrialEncoder) -> str:
+def measure_target(job: Job, measurement: Measurement) -> str:
     """Run the rows of a measurement through the target in the job's batches, and encode their states and its tables.
 
     Returns the kind of device that it ran on. Raises what loading a target raises, ValueError under torchrun, and
@@ -232,10 +200,11 @@ def measure_target(job: Job, encoder: TrialEncoder) -> str:
             tables = target.loaded.weights()
             if tables is None:
                 raise RuntimeError("one process was given no vocabulary tables")
-            stored = [tables.embedding, *([] if tables.facts["tied"] else [tables.head])]
-            encoder.encode_tables([*stored, *([] if tables.head_bias is None else [tables.head_bias])])
+            head = [] if tables.facts["tied"] else [tables.head]
+            bias = [] if tables.head_bias is None else [tables.head_bias]
             capture = target.loaded.capture(job.new_record.schema.layer_ids)
-            encoder.encode_states(_run(job, encoder.measurement, capture, target.input_device, world.watch.check))
+            states = _run(job, measurement, capture, target.input_device, world.watch.check)
+            measurement.encode([tables.embedding, *head, *bias], states)
         return target.device.type
 
 

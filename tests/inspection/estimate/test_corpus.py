@@ -5,41 +5,33 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dspark_store.inspection.estimate.corpus import Reservoir, chosen_numbers, count_source, count_store
+from dspark_store.inspection.estimate.corpus import chosen_numbers, count_source, count_store
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.dummy import DummySource
-from dspark_store.sources.source import Sample, SourceError
+from dspark_store.sources.source import SourceError
 from tests.stores import RAGGED, build_store
 
 
-def sample_of(number):
-    return Sample(np.full(3, number, np.int32), np.ones(3, np.uint8), number + 1)
+def source(samples=40):
+    return DummySource(samples=samples, min_length=2, max_length=30, vocab=50, seed=1)
 
 
-@pytest.mark.parametrize("shown", [0, 3, 5])
-def test_a_reservoir_keeps_all_rows_when_they_are_few(shown):
-    reservoir = Reservoir(5)
-    for number in range(shown):
-        reservoir.show(sample_of(number))
-    assert [row.number for row in reservoir.rows()] == list(range(shown))
+@pytest.mark.parametrize("samples", [1, 3, 5])
+def test_all_rows_are_taken_when_they_are_few(samples):
+    corpus = count_source(source(samples), 30, 5, all_kept=False)
+    assert [row.number for row in corpus.rows] == list(range(samples))
 
 
 def test_every_row_is_as_likely_as_any_other(monkeypatch):
     kept: Counter[int] = Counter()
+    few = source(12)
     for seed in range(600):
         monkeypatch.setattr("dspark_store.inspection.estimate.corpus._SEED", seed)
-        reservoir = Reservoir(4)
-        for number in range(12):
-            reservoir.show(sample_of(number))
-        rows = reservoir.rows()
+        rows = count_source(few, 30, 4, all_kept=False).rows
         assert len(rows) == 4
-        assert all(int(row.ids[0]) == row.number for row in rows)
+        assert all(np.array_equal(row.ids, few.sample(row.number).input_ids) for row in rows)
         kept.update(row.number for row in rows)
     assert max(abs(kept[number] - 200) for number in range(12)) < 60  # five standard deviations
-
-
-def source():
-    return DummySource(samples=40, min_length=2, max_length=30, vocab=50, seed=1)
 
 
 def test_a_source_that_knows_its_lengths_is_not_read_through(monkeypatch):

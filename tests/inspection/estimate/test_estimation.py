@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark_store.inspection.estimate.corpus import Corpus
-from dspark_store.inspection.estimate.estimation import Bytes, Duration, estimate_duration, projected
+from dspark_store.inspection.estimate.estimation import Bytes, measured_duration, projected
 
 
 def corpus_of(lengths):
@@ -39,23 +39,9 @@ def test_the_range_holds_the_truth_nearly_always_though_some_rows_are_odd():
     assert abs(float(np.mean(errors))) < 0.005
 
 
-def duration(**rates):
-    return estimate_duration(corpus_of([10, 30, 20, 40]), 2, 2, threads=4, **rates)
-
-
-def test_the_time_counts_the_padding_of_every_batch():
-    assert duration(positions_per_second=10.0) == Duration((30 + 30 + 40 + 40) / 10, None)
-
-
-def test_a_given_rate_is_taken_at_its_word():
-    assert duration(tokens_per_second=5.0, positions_per_second=10.0) == Duration(20.0, None)
-
-
-def test_encoding_that_is_slower_than_the_target_decides():
-    found = duration(positions_per_second=1000.0, encode_seconds=0.4)
-    assert found is not None
-    assert (found.forward, found.encode, found.seconds) == (0.14, 10.0, 10.0)
-
-
-def test_no_rate_is_no_time():
-    assert duration() is None
+@pytest.mark.parametrize(
+    ("rate", "encode", "seconds"), [(10.0, 0.1, (14.0, 10.0, 14.0)), (1000.0, 0.1, (0.14, 10.0, 10.0))]
+)
+def test_the_time_counts_the_padding_of_every_batch_or_the_slower_encoding(rate, encode, seconds):
+    found = measured_duration(corpus_of([10, 30, 20, 40]), 2, 2, rate, encode)
+    assert (found.forward, found.encode, found.seconds) == seconds

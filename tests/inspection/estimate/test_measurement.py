@@ -14,6 +14,7 @@ from dspark_store.inspection.estimate.measurement import (
     token_row_bytes,
     variants,
 )
+from dspark_store.inspection.samples import SampleTokens
 from tests.stores import RAGGED, Shape, build_store
 
 
@@ -31,7 +32,7 @@ def test_a_row_has_the_bytes_that_the_writer_gives_it(tmp_path, codec, dtype):
             chunk_bytes(store, object_key(column, shard), schema.tokens, Place(column, 0, None, shard))
             for column in (IDS, MASK)
         ]
-        assert [*token_row_bytes(schema, sample.ids, sample.mask)] == stored_tokens
+        assert [*token_row_bytes(schema, SampleTokens(shard, sample.ids, sample.mask))] == stored_tokens
 
 
 def chunk_bytes(store, key, slots, place):
