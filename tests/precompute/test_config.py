@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import yaml
 
 from dspark_store.cli.precompute import parse_arguments
 from dspark_store.precompute.settings import PrecomputeConfig, config_from, settings
@@ -24,7 +25,7 @@ def parse_yaml(tmp_path, text, *arguments):
     return parse_arguments([*arguments, "-c", str(path)])
 
 
-def test_the_defaults_are_upstreams():
+def test_the_defaults_are_upstreams_and_one_replica_per_rank():
     config = parse()
     upstream = {
         "target_model": "org/target",
@@ -47,44 +48,29 @@ def test_the_defaults_are_upstreams():
         "target_attn_implementation": None,
         "log_level": "INFO",
     }
-    assert {name: getattr(config, name) for name in upstream} == upstream
+    ours = {"reduce_dtype": "compute", "device_map": None, "target_num_hidden_layers": None, "timeout_minutes": 30}
+    ours |= dict.fromkeys(("tp_size", "ep_size", "pp_size", "fsdp_size"), 1)
+    ours |= dict.fromkeys(("take_over", "profile", "mix_equality_classes"), False)
+    assert {name: getattr(config, name) for name in (*upstream, *ours)} == {**upstream, **ours}
     config.check()
 
 
-def test_every_flag_of_upstream_is_understood():
-    config = parse(
-        *("--seq-length", "4096", "--batch-size", "2", "--shard-size", "64", "--dtype", "fp16", "--device", "cpu"),
-        *("--num-workers", "3", "--split", "train[:10]", "--shuffle-seed", "7", "--draft-num-hidden-layers", "2"),
-        *("--target-layer-ids", "-1", "3", "9", "--chat-template", "{{ messages }}", "--mask-reasoning-content"),
-        *("--target-force-hf", "--trust-remote-code", "--resume", "--target-attn-implementation", "eager"),
-        *("--log-level", "DEBUG"),
-    )
-    assert (config.seq_length, config.batch_size, config.shard_size) == (4096, 2, 64)
-    assert (config.dtype, config.device, config.num_workers) == ("fp16", "cpu", 3)
-    assert (config.split, config.shuffle_seed, config.draft_num_hidden_layers) == ("train[:10]", 7, 2)
-    assert (config.target_layer_ids, config.chat_template) == ((-1, 3, 9), "{{ messages }}")
-    assert (config.target_attn_implementation, config.log_level) == ("eager", "DEBUG")
-    assert config.mask_reasoning_content
-    assert config.target_force_hf
-    assert config.trust_remote_code
-    assert config.resume
-
-
-def test_yaml_fills_the_same_settings_as_flags(tmp_path):
+def test_every_setting_is_a_flag_and_a_key_of_a_file(tmp_path):
     text = """
-target_model: org/target
-input-data: chats.jsonl
-output_dir: store
-seq-length: 512
-target_layer_ids: [1, 2]
-resume: true
-tokens_per_second: 1000
-split: null
-batch_size: null
-"""
-    config = parse_yaml(tmp_path, text)
-    flags = ("--seq-length", "512", "--target-layer-ids", "1", "2", "--resume", "--tokens-per-second", "1000")
-    assert config == parse(*flags)
+        seq_length: 4096, batch_size: 2, shard_size: 64, dtype: fp16, device: cpu, num_workers: 3, split: "train[:10]",
+        shuffle_seed: 7, draft_num_hidden_layers: 2, target_layer_ids: [-1, 3, 9], chat_template: "{{ messages }}",
+        mask_reasoning_content: true, target_force_hf: true, trust_remote_code: true, resume: true, log_level: DEBUG,
+        target_attn_implementation: eager, tokens_per_second: 1000.0, tp_size: 2, ep_size: 3, pp_size: 4, fsdp_size: 5,
+        target_num_hidden_layers: 6, take_over: true, profile: true, mix_equality_classes: true, timeout_minutes: 0.5,
+        reduce_dtype: fp32, backend: gloo"""
+    values = yaml.safe_load(f"{{{text}}}")
+    in_file = {name.replace("_", "-"): value for name, value in values.items()}
+    config = parse_yaml(tmp_path, yaml.safe_dump({**in_file, "max_samples": None}), *REQUIRED)
+    config.check()
+    assert {name: getattr(config, name) for name in values} == {**values, "target_layer_ids": (-1, 3, 9)}
+    words = {_flag(name): [] if value is True else value for name, value in values.items()}
+    parts = ([flag, *map(str, value if isinstance(value, list) else [value])] for flag, value in words.items())
+    assert parse(*(word for part in parts for word in part)) == config
 
 
 def test_a_flag_wins_over_the_file(tmp_path):
@@ -94,6 +80,7 @@ def test_a_flag_wins_over_the_file(tmp_path):
 
 
 def test_a_flag_that_bounds_batches_takes_the_place_of_the_files_bound(tmp_path):
+    assert parse_yaml(tmp_path, "", *REQUIRED) == parse()
     by_tokens = parse_yaml(tmp_path, "batch_size: 3", *REQUIRED, "--batch-tokens", "4096")
     by_samples = parse_yaml(tmp_path, "batch_tokens: 4096", *REQUIRED, "--batch-size", "3", "--shard-size", "9")
     for config in (by_tokens, by_samples):
@@ -108,10 +95,6 @@ def test_a_flag_that_bounds_batches_takes_the_place_of_the_files_bound(tmp_path)
 @pytest.mark.parametrize(("value", "seed"), [("none", None), ("None", None), ("null", None), ("7", 7), ("0", 0)])
 def test_the_shuffle_seed_of_a_file_is_a_number_or_none(tmp_path, value, seed):
     assert parse_yaml(tmp_path, f"shuffle_seed: {value}", *REQUIRED).shuffle_seed == seed
-
-
-def test_an_empty_file_changes_nothing(tmp_path):
-    assert parse_yaml(tmp_path, "", *REQUIRED) == parse()
 
 
 @pytest.mark.parametrize(
@@ -138,30 +121,17 @@ def test_a_required_setting_cannot_be_null(tmp_path):
         ("seq_length", "many"),
         ("seq_length", 2.5),
         ("seq_length", True),
-        ("seq_length", [1]),
         ("shuffle_seed", "random"),
         ("shuffle_seed", 4.2),
-        ("shuffle_seed", False),
         ("target_layer_ids", "1 2"),
-        ("target_layer_ids", [1, "two"]),
-        ("target_layer_ids", [1.5]),
         ("target_layer_ids", [True]),
-        ("target_layer_ids", {"a": 1}),
-        ("resume", "yes please"),
         ("resume", 1),
         ("max_samples", "all"),
-        ("tokens_per_second", "fast"),
-        ("tokens_per_second", True),
         ("input_data", 5),
         ("target_model", {"name": "a"}),
         ("split", True),
-        ("take_over", "no"),
-        ("tp_size", 1.5),
-        ("target_num_hidden_layers", "half"),
         ("tokens_per_second", "nan"),
         ("tokens_per_second", float("inf")),
-        ("timeout_minutes", "soon"),
-        ("timeout_minutes", float("nan")),
         ("seq_length", float("inf")),
     ],
 )
@@ -170,59 +140,32 @@ def test_a_value_of_another_kind_is_refused_by_its_setting(name, value):
         config_from({**REQUIRED_VALUES, name: value})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "0"], "batch-size must be >= 1, got 0"),
-        (["--shard-size", "0"], "shard-size must be >= 1, got 0"),
-        (["--batch-size", "4", "--shard-size", "7"], "shard-size 7 is not a multiple of batch-size 4"),
-        (["--draft-num-hidden-layers", "0"], "draft-num-hidden-layers must be >= 1, got 0"),
-        (["--seq-length", "0"], "seq-length must be >= 1, got 0"),
-        (["--num-workers", "-1"], "num-workers must be >= 0, got -1"),
-        (["--smoke", "-1"], "smoke must be >= 0, got -1"),
-        (["--max-samples", "0"], "max-samples must be >= 1, got 0"),
-        (["--tokens-per-second", "0"], "tokens-per-second must be a finite number > 0, got 0"),
-        (["--tp-size", "0"], "tp-size must be >= 1, got 0"),
-        (["--ep-size", "0"], "ep-size must be >= 1, got 0"),
-        (["--pp-size", "-1"], "pp-size must be >= 1, got -1"),
-        (["--fsdp-size", "-1"], "fsdp-size must be >= 0, got -1"),
-        (["--target-num-hidden-layers", "0"], "target-num-hidden-layers must be >= 1, got 0"),
-        (["--timeout-minutes", "-2"], "timeout-minutes must be a finite number > 0, got -2"),
-        (["--write-buffer-bytes", "0"], "write-buffer-bytes must be >= 1, got 0"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused_by_its_flag(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        parse(*arguments).check()
+LEAST = {
+    **dict.fromkeys(("batch_size", "shard_size", "draft_num_hidden_layers", "seq_length", "max_samples"), 1),
+    **dict.fromkeys(("tp_size", "ep_size", "pp_size", "target_num_hidden_layers", "write_buffer_bytes"), 1),
+    **dict.fromkeys(("num_workers", "smoke", "fsdp_size", "encode_threads", "chunk_tokens"), 0),
+}
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("name", "least"), LEAST.items())
+def test_a_number_that_cannot_be_is_refused_by_its_flag(name, least):
+    with pytest.raises(ValueError, match=f"^{_flag(name)[2:]} must be >= {least}, got {least - 1}$"):
+        parse(_flag(name), str(least - 1)).check()
+
+
+def test_a_shard_that_is_no_whole_number_of_batches_is_refused():
+    with pytest.raises(ValueError, match="shard-size 7 is not a multiple of batch-size 4"):
+        parse("--batch-size", "4", "--shard-size", "7").check()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("name", ["tokens_per_second", "timeout_minutes"])
-def test_a_number_that_is_not_finite_is_refused_from_a_flag_and_in_python(name, value):
-    with pytest.raises(ValueError, match=rf"setting '{name}' cannot be -?(nan|inf): expected a finite number"):
-        parse(f"--{name.replace('_', '-')}={value}")
-    with pytest.raises(ValueError, match="must be a finite number > 0"):
-        dataclasses.replace(parse(), **{name: float(value)}).check()
-
-
-def test_every_new_setting_is_a_flag_and_a_key(tmp_path):
-    sizes = {"tp_size": 2, "ep_size": 3, "pp_size": 4, "fsdp_size": 5, "target_num_hidden_layers": 6}
-    switches = {"take_over": True, "profile": True, "mix_equality_classes": True}
-    values = {**sizes, **switches, "timeout_minutes": 0.5, "reduce_dtype": "fp32", "backend": "gloo"}
-    text = "".join(f"{name}: {str(value).lower()}\n" for name, value in values.items())
-    flags = ([_flag(name)] if value is True else [_flag(name), str(value)] for name, value in values.items())
-    config = parse_yaml(tmp_path, text, *REQUIRED)
-    config.check()
-    assert {name: getattr(config, name) for name in values} == values
-    assert parse(*(word for words in flags for word in words)) == config
-
-
-def test_without_new_settings_a_job_is_one_replica_a_rank():
-    config = parse()
-    assert (config.tp_size, config.ep_size, config.pp_size, config.fsdp_size) == (1, 1, 1, 1)
-    assert (config.reduce_dtype, config.device_map, config.target_num_hidden_layers) == ("compute", None, None)
-    assert (config.timeout_minutes, config.backend) == (30, "")
-    assert (config.take_over, config.profile, config.mix_equality_classes) == (False, False, False)
+def test_a_rate_or_time_is_finite_and_more_than_nothing(name, value):
+    with pytest.raises(ValueError, match=rf"setting '{name}' cannot be (nan|inf): expected a finite number"):
+        parse(f"{_flag(name)}={value}")
+    for wrong in (float(value), 0.0, -2.0):
+        with pytest.raises(ValueError, match=f"{_flag(name)[2:]} must be a finite number > 0, got {wrong}"):
+            dataclasses.replace(parse(), **{name: wrong}).check()
 
 
 @pytest.mark.parametrize("axis", ["tp-size", "ep-size", "pp-size", "fsdp-size"])
@@ -263,11 +206,6 @@ def test_a_choice_that_is_none_is_refused_from_a_flag_and_from_a_file(name):
         config_from({**REQUIRED_VALUES, name: "bad"}).check()
 
 
-def test_an_unknown_flag_is_one_line():
-    with pytest.raises(ValueError, match="unrecognized arguments: --bad"):
-        parse("--bad", "1")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a: [", "is not YAML"), ("- a\n- b\n", "must be a mapping of settings, not list"), ("a: 1: 2", "is not YAML")],
@@ -277,20 +215,15 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text, message):
         parse_yaml(tmp_path, text)
 
 
-def test_a_file_in_another_encoding_is_one_line(tmp_path):
-    (tmp_path / "job.yaml").write_bytes("input_data: café".encode("latin-1"))
+def test_a_file_is_utf8_in_any_locale_and_named_where_it_cannot_be_read(tmp_path):
+    path = tmp_path / "job.yaml"
+    with pytest.raises(FileNotFoundError, match=r"configuration file .*job\.yaml does not exist"):
+        parse_arguments(["-c", str(path)])
+    path.write_bytes("input_data: café".encode())
+    assert parse_arguments(["-c", str(path), *REQUIRED[:2], *REQUIRED[4:]]).input_data == "café"
+    path.write_bytes("input_data: café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"configuration file .*job\.yaml is not UTF-8: .* at byte 15$"):
-        parse_arguments(["-c", str(tmp_path / "job.yaml")])
-
-
-def test_a_file_is_utf8_in_any_locale(tmp_path):
-    (tmp_path / "job.yaml").write_bytes("input_data: café".encode())
-    assert parse_arguments(["-c", str(tmp_path / "job.yaml"), *REQUIRED[:2], *REQUIRED[4:]]).input_data == "café"
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"configuration file .*absent\.yaml does not exist"):
-        parse_arguments(["-c", str(tmp_path / "absent.yaml")])
+        parse_arguments(["-c", str(path)])
 
 
 @pytest.mark.parametrize("name", ["tpu9", "meta", "mps", "cuda:-1"])

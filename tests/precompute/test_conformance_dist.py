@@ -84,6 +84,10 @@ def test_r3_the_manifest_has_the_dimensions_and_the_identity(root):
     upstream = {
         "target_model": str(root / "target"),
         "target_model_type": "qwen3",
+        "target_vocab_size": 288,
+        "seq_length": 16,
+        "dtype": "fp32",
+        "shard_size": 2,
         "hidden_size": HIDDEN_SIZE,
         "num_hidden_layers": 4,
         "target_hidden_dim": 2 * HIDDEN_SIZE,
@@ -97,6 +101,7 @@ def test_r3_the_manifest_has_the_dimensions_and_the_identity(root):
         "chat_template_sha256": chat_template_sha256(tiny_tokenizer()),
     }
     assert {name: manifest[name] for name in upstream} == upstream
+    assert {"source", "tokenizer_sha256", "target_weights", "batch_size", "batching", "compute_dtype"} < set(manifest)
 
 
 def test_r4_more_samples_are_another_configuration(root, capsys):

@@ -92,11 +92,8 @@ def test_ranks_that_write_nothing_are_not_waited_for(crews):
     assert published == [finished(SCHEMA.state_objects, 5)]
 
 
-def test_a_replica_writes_every_object():
+def test_a_replica_writes_every_object_and_of_a_tensor_parallel_crew_one_rank_does():
     assert own_objects(SCHEMA, ParallelPlan(2), 1, NUM_LAYERS) == list(SCHEMA.state_objects)
-
-
-def test_of_a_tensor_parallel_crew_one_rank_writes():
     assert own_objects(SCHEMA, ParallelPlan(2, tp=2), 1, NUM_LAYERS) == []
 
 

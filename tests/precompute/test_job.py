@@ -75,22 +75,15 @@ def test_positions_that_the_target_has_not_are_refused_before_it_is_loaded(tmp_p
     assert "seq-length 65 does not fit a gpt2 target" in refused(job("--seq-length", 65, target=target), capsys)
 
 
-@pytest.mark.parametrize(("added", "pad"), [({}, 0), ({"eos_token": "[EOS]"}, 0), ({"pad_token": "[PAD]"}, 1)])
+@pytest.mark.parametrize(
+    ("added", "pad"), [({}, 0), ({"pad_token": "[PAD]"}, 1), ({"pad_token": "[PAD]", "eos_token": "[EOS]"}, 0)]
+)
 def test_the_pad_id_is_one_that_has_a_row_in_the_embedding(tmp_path, job, added, pad):
     tokenizer = tiny_tokenizer()
     rows = len(tokenizer)
     tokenizer.add_special_tokens(added)
     job = job(target=save_target_dir(tmp_path / "target", tiny_llama(vocab_size=rows), tokenizer))
     assert plan_job(parse_arguments(job)).manifest["pad_token_id"] == pad
-
-
-def test_a_target_whose_tokenizer_has_no_usable_pad_or_end_is_captured(tmp_path, job):
-    tokenizer = tiny_tokenizer()
-    rows = len(tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]", "eos_token": "[EOS]"})
-    target = save_target_dir(tmp_path / "target", tiny_llama(vocab_size=rows), tokenizer)
-    assert main(job("--max-samples", 3, target=target)) == 0
-    assert ds.open_cache(tmp_path / "out" / "store").manifest["pad_token_id"] == 0
 
 
 def test_a_description_of_the_target_is_read_once(job, monkeypatch):

@@ -32,30 +32,13 @@ def keys(request):
     return Rendezvous(request.getfixturevalue("kept"), "dspark/1").keys
 
 
-def test_what_was_put_is_got(keys):
-    keys.set("a/b", "one")
-    keys.set("a/b", "zwölf ✓")
-    keys.set("empty", "")
-    assert (keys.get("a/b"), keys.get("empty")) == ("zwölf ✓", "")
-
-
-def test_getting_what_is_not_there_does_not_wait(keys):
+def test_what_was_put_is_got_and_nothing_is_waited_for(keys):
+    for text in ("one", "zwölf ✓", "", "0123456789" * 50_000):
+        keys.set("a/b", text)
+        assert keys.get("a/b") == text
     assert keys.get("nothing") is None
-
-
-def test_long_texts_come_whole(keys):
-    keys.set("a", "0123456789" * 50_000)
-    assert keys.get("a") == "0123456789" * 50_000
-
-
-def test_a_counter_starts_at_nothing_and_adds_up(keys):
     assert [keys.add("n", count) for count in (0, 2, 3, 0)] == [0, 2, 5, 5]
-
-
-def test_the_first_text_of_a_key_stays(keys):
-    assert keys.setdefault("a", "first") == "first"
-    assert keys.setdefault("a", "second") == "first"
-    assert keys.get("a") == "first"
+    assert (keys.setdefault("a", "first"), keys.setdefault("a", "second"), keys.get("a")) == ("first",) * 3
 
 
 def test_two_scopes_are_apart(keys):

@@ -55,14 +55,12 @@ def test_a_run_that_is_interrupted_later_leaves_its_shards(llama, chats, tmp_pat
     assert token_ledger(LocalStorage(output)).committed() == [0, 1, 2]
 
 
-def test_a_row_that_cannot_be_used_takes_the_new_store_back(job_with_a_bad_last_row, tmp_path, capsys):
+def test_a_row_that_cannot_be_used_takes_the_new_store_back_and_a_mended_file_needs_no_other_directory(
+    job_with_a_bad_last_row, tmp_path, capsys
+):
     assert main(job_with_a_bad_last_row) == 2
     assert "data.jsonl, line 7: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
-
-
-def test_a_mended_file_then_needs_no_other_directory(job_with_a_bad_last_row, tmp_path):
-    assert main(job_with_a_bad_last_row) == 2
     write_rows(tmp_path / "data.jsonl", GOOD_ROWS)
     assert main(job_with_a_bad_last_row) == 0
 

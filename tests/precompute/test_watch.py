@@ -58,6 +58,11 @@ def port():
 
 
 @pytest.fixture
+def keys():
+    return Keys()
+
+
+@pytest.fixture
 def elsewhere():
     """A process of another host."""
     return replace(ProcessName.own(), host="elsewhere", pid=7)
@@ -127,36 +132,31 @@ def test_a_failure_ends_another_rank_that_is_blocked_in_c(start, port, tmp_path)
         watch.let_others_hear()
 
 
-def test_an_error_that_leaves_the_block_of_a_rank_ends_its_process_even_if_the_rest_hangs(start, port, tmp_path):
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (watched.fail_and_hang, "error: rank 1: the disk is gone"),
+        (watched.interrupt_and_hang, "stopped: rank 1: interrupted"),
+    ],
+)
+def test_an_error_that_leaves_the_block_of_a_rank_ends_its_process_even_if_the_rest_hangs(
+    start, port, tmp_path, act, line
+):
     with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK):
-        process = start(watched.fail_and_hang, port)
-        code, seconds = ended(process)
+        code, seconds = ended(start(act, port))
         assert code == FAILED
         assert seconds < watched.SHORT.failure + 5
-        assert (tmp_path / "stderr").read_text() == "error: rank 1: the disk is gone\n"
+        assert (tmp_path / "stderr").read_text() == f"{line}\n"
 
 
-def test_an_interrupt_that_leaves_the_block_of_a_rank_is_told_as_one(start, port, tmp_path):
-    with Watch(0, 2, watched.shared_keys(port, keep=True), QUICK):
-        process = start(watched.interrupt_and_hang, port)
-        assert ended(process)[0] == FAILED
-        assert (tmp_path / "stderr").read_text() == "stopped: rank 1: interrupted\n"
-
-
-def test_a_job_that_was_pushed_aside_can_end_on_all_ranks_before_another_one_begins():
+def test_a_job_ends_on_all_ranks_before_one_that_pushes_it_aside_begins_and_within_5_seconds_of_a_ranks_end():
     patience = Patience()
     until_it_ends = patience.failure + patience.period + patience.last_acts
     assert until_it_ends + patience.period + until_it_ends < LEAVING_SECONDS
+    assert until_it_ends + patience.period <= 5
 
 
-def test_a_rank_that_is_gone_ends_all_others_within_5_seconds():
-    patience = Patience()
-    until_one_sees_it_and_others_hear = 2 * patience.period
-    assert until_one_sees_it_and_others_hear + patience.failure + patience.last_acts <= 5
-
-
-def test_a_failure_elsewhere_is_told_with_its_rank():
-    keys = Keys()
+def test_a_failure_elsewhere_is_told_with_its_rank(keys):
     with Watch(1, 3, keys, QUICK) as watch:
         watch.check()
         keys.setdefault("failure", json.dumps({"rank": 2, "message": "no space is left"}))
@@ -168,24 +168,21 @@ STALL = Patience(period=0.01, silent=0.3, stall=0.3)
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0)])
-def test_a_rank_that_shows_no_progress_is_named_by_rank_0_and_rank_0_by_all(rank, peer):
-    keys = Keys()
+def test_a_rank_that_shows_no_progress_is_named_by_rank_0_and_rank_0_by_all(rank, peer, keys):
     keys.set(f"progress/{peer}", "7 None")
     with Watch(rank, 3, keys, STALL) as watch:
         ends_with(watch, f"^rank {peer} has made no progress for 0.005 minutes: .* --timeout-minutes")
         assert json.loads(keys.get("failure") or "")["rank"] == rank
 
 
-def test_ranks_that_stand_still_together_are_all_named():
-    keys = Keys()
+def test_ranks_that_stand_still_together_are_all_named(keys):
     for peer in (1, 3):
         keys.set(f"progress/{peer}", "7 None")
     with Watch(0, 4, keys, STALL) as watch:
         ends_with(watch, "^ranks 1, 3 have made no progress")
 
 
-def test_rank_0_is_told_that_it_makes_no_progress_itself():
-    keys = Keys()
+def test_rank_0_is_told_that_it_makes_no_progress_itself(keys):
     with Watch(0, 2, keys, STALL) as watch, watch.working():
         until(lambda: keys.get("failure"))
         assert json.loads(keys.get("failure") or "")["message"].startswith("rank 0 has made no progress")
@@ -212,16 +209,14 @@ def test_work_shows_its_steps_and_signs_and_whatever_is_no_work_shows_that_its_p
         until(lambda: shown().startswith("beat"))
 
 
-def test_a_rank_that_has_not_come_or_has_left_well_does_not_stand_still():
-    keys = Keys()
+def test_a_rank_that_has_not_come_or_has_left_well_does_not_stand_still(keys):
     keys.set("left/1", "1")
     keys.set("progress/1", "7 None")
     with Watch(0, 3, keys, STALL) as watch:
         watch.pause(0.6)
 
 
-def test_the_first_failure_counts():
-    keys = Keys()
+def test_the_first_failure_counts(keys):
     one, other = Watch(0, 2, keys, QUICK), Watch(1, 2, keys, QUICK)
     assert one.fail("first") == ""
     assert other.fail("second") == "rank 0: first"
@@ -233,8 +228,7 @@ def test_a_rank_is_not_stopped_by_its_own_failure():
         watch.pause(0.1)
 
 
-def test_rank_0_waits_until_all_others_have_heard(elsewhere):
-    keys = Keys()
+def test_rank_0_waits_until_all_others_have_heard(elsewhere, keys):
     watch = Watch(0, 2, keys)
     keys.set("peer/1", elsewhere.to_json())
     heard = threading.Timer(0.2, lambda: keys.set("heard/1", "1"))
@@ -245,23 +239,20 @@ def test_rank_0_waits_until_all_others_have_heard(elsewhere):
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (0, 2), (1, 0)])
-def test_silence_elsewhere_is_noticed_by_rank_0_and_that_of_rank_0_by_all(elsewhere, rank, peer):
-    keys = Keys()
+def test_silence_elsewhere_is_noticed_by_rank_0_and_that_of_rank_0_by_all(elsewhere, rank, peer, keys):
     keys.set(f"peer/{peer}", elsewhere.to_json())
     with Watch(rank, 3, keys, QUICK) as watch:
         ends_with(watch, rf"rank {peer} \(process 7 on elsewhere\) is gone")
         assert json.loads(keys.get("failure") or "")["rank"] == rank
 
 
-def test_two_ranks_that_are_not_0_do_not_listen_to_each_other(elsewhere):
-    keys = Keys()
+def test_two_ranks_that_are_not_0_do_not_listen_to_each_other(elsewhere, keys):
     keys.set("peer/2", elsewhere.to_json())
     with Watch(1, 3, keys, QUICK) as watch:
         watch.pause(1.1)
 
 
-def test_a_rank_elsewhere_that_gives_signs_of_life_lives(elsewhere):
-    keys = Keys()
+def test_a_rank_elsewhere_that_gives_signs_of_life_lives(elsewhere, keys):
     keys.set("peer/1", elsewhere.to_json())
     with Watch(0, 2, keys, QUICK) as watch:
         for beat in range(22):
@@ -269,16 +260,14 @@ def test_a_rank_elsewhere_that_gives_signs_of_life_lives(elsewhere):
             watch.pause(0.05)
 
 
-def test_a_rank_that_comes_late_is_not_taken_for_silent(elsewhere):
-    keys = Keys()
+def test_a_rank_that_comes_late_is_not_taken_for_silent(elsewhere, keys):
     with Watch(0, 2, keys, QUICK) as watch:
         watch.pause(1.0)
         keys.set("peer/1", elsewhere.to_json())
         watch.pause(0.2)
 
 
-def test_a_rank_that_left_well_is_not_taken_for_dead(elsewhere):
-    keys = Keys()
+def test_a_rank_that_left_well_is_not_taken_for_dead(elsewhere, keys):
     for rank, process in enumerate([replace(ProcessName.own(), started="1"), elsewhere], 1):
         keys.set(f"left/{rank}", "1")
         keys.set(f"peer/{rank}", process.to_json())
@@ -286,8 +275,7 @@ def test_a_rank_that_left_well_is_not_taken_for_dead(elsewhere):
         watch.pause(1.1)
 
 
-def test_a_watch_leaves_well():
-    keys = Keys()
+def test_a_watch_leaves_well(keys):
     with Watch(1, 2, keys, QUICK):
         pass
     assert keys.get("left/1") == "1"
@@ -333,16 +321,14 @@ def test_a_rendezvous_that_does_not_answer_holds_up_no_sigterm():
         keys.answers.set()
 
 
-def test_torchruns_sigterm_after_a_failure_is_told_as_the_failure():
-    keys = Keys()
+def test_torchruns_sigterm_after_a_failure_is_told_as_the_failure(keys):
     with Watch(1, 2, keys) as watch:
         keys.setdefault("failure", json.dumps({"rank": 0, "message": "no space is left"}))
         os.kill(os.getpid(), signal.SIGTERM)
         assert ends_with(watch, "rank 0: no space is left").exit_code == FAILED
 
 
-def test_of_ranks_that_are_told_to_end_together_none_takes_another_for_failed():
-    keys = Keys()
+def test_of_ranks_that_are_told_to_end_together_none_takes_another_for_failed(keys):
     with Watch(1, 2, keys) as watch:
         message = "terminated: what is committed stays; go on with --resume"
         keys.setdefault("failure", json.dumps({"rank": 0, "message": message}))
