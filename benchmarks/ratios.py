@@ -1,7 +1,7 @@
 """How far each codec compresses real states, by cache dtype: what ``--estimate`` reckons with.
 
-``python -m benchmarks.ratios STORE`` takes a store of float32 states, casts them to each cache dtype, and encodes whole
-chunks with each preset. Printed is the lowest and the highest ratio over the captured layers, and that of all of them.
+``python -m benchmarks.ratios STORE`` takes a store of float32 states, casts them to each cache dtype, and encodes their
+chunks with each preset as a store keeps them, the fill behind the last positions included.
 """
 
 from __future__ import annotations
@@ -13,28 +13,21 @@ from pathlib import Path
 
 from benchmarks.tables import Column, Recorder, Table
 from dspark_store import open_cache
-from dspark_store.format.codecs import CODEC_PRESETS, state_chain
-from dspark_store.format.dtypes import CACHE_DTYPES, CacheDtype, tensor_bits
-from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.format.sizes import of_ragged_rows, ragged_rows_name
+from dspark_store.inspection.estimate.measurement import Variant, state_row_bytes, variants
 from dspark_store.readers.cache import Cache
 
 
-def layer_ratios(cache: Cache, dtype: CacheDtype, preset: str, samples: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (bytes before, bytes after) of every layer's whole chunks over some samples."""
-    chain = state_chain(preset, dtype.itemsize)
-    tokens = default_chunk_tokens(cache.schema.hidden_size, dtype.itemsize, cache.schema.seq_length, compressed=True)
-    totals = []
-    for layer in cache.layer_ids:
-        raw = stored = 0
-        for sample in samples:
-            length = int(cache.lengths[sample])
-            item = cache.read([sample], layers=[layer], positions=slice(0, length), columns=("target_hidden_states",))
-            states = item["target_hidden_states"][0].to(dtype.torch_dtype).contiguous()
-            for first in range(0, length, tokens):
-                bits = tensor_bits(states[first : first + tokens])
-                raw += bits.nbytes
-                stored += chain.encode(bits.view(dtype.stored)).nbytes
-        totals.append((raw, stored))
+def layer_bytes(cache: Cache, variant: Variant, samples: Sequence[int]) -> list[int]:
+    """Return the stored bytes of some samples' states, of each captured layer."""
+    schema = variant.schema(cache.schema)
+    totals = [0] * len(cache.layer_ids)
+    for sample in samples:
+        length = int(cache.lengths[sample])
+        states = cache.read([sample], positions=slice(0, length), columns=("target_hidden_states",), layout="stacked")
+        for slot, layer in enumerate(states["target_hidden_states"][0]):
+            totals[slot] += state_row_bytes(schema, layer)
     return totals
 
 
@@ -47,17 +40,20 @@ def main(arguments: Sequence[str]) -> int:
     recorder = Recorder("ratios", [argument.replace(str(given.store), "STORE") for argument in arguments])
     cache = open_cache(given.store)
     samples = range(min(32, len(cache)))
+    tokens, layers = int(cache.lengths[: len(samples)].sum()), len(cache.layer_ids)
     target = Path(str(cache.manifest.get("target_model", "a target"))).name
-    recorder.describe(f"real states of {target}, layers {list(cache.layer_ids)}, {len(samples)} samples, whole chunks")
+    layer_ids = list(cache.layer_ids)
+    recorder.describe(f"real states of {target}, layers {layer_ids}, {len(samples)} samples, chunks as stored")
     rows = []
-    for dtype in CACHE_DTYPES.values():
-        for preset in CODEC_PRESETS:
-            totals = layer_ratios(cache, dtype, preset, samples)
-            ratios = [raw / stored for raw, stored in totals]
-            whole = sum(raw for raw, _ in totals) / sum(stored for _, stored in totals)
-            rows.append((dtype.name, preset, whole, min(ratios), max(ratios)))
-    columns = (Column("dtype"), Column("codec"), *(Column(name, ".3f") for name in ("all layers", "lowest", "highest")))
-    recorder.add(Table("Bytes of states a stored byte", columns, tuple(rows)))
+    for variant in variants(list(CACHE_DTYPES)):
+        stored = layer_bytes(cache, variant, samples)
+        share = of_ragged_rows(cache.schema, tokens, sum(stored))
+        values = tokens * cache.schema.hidden_size
+        rows.append((variant.dtype, variant.codec, share, min(stored) / values, max(stored) / values))
+    shares = (Column(f"of {ragged_rows_name(layers + 1)}", ".3f"),)
+    each = (Column(f"bytes per value, {name} layer", ".3f") for name in ("lowest", "highest"))
+    columns = (Column("dtype"), Column("codec"), *shares, *each)
+    recorder.add(Table("Stored bytes of states", columns, tuple(rows)))
     recorder.save(given.json)
     return 0
 

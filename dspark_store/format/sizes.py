@@ -65,9 +65,14 @@ def of_ragged_rows(schema: StoreSchema, tokens: int, count: float) -> float | No
     return count / ragged_rows_bytes(schema, tokens) if tokens else None
 
 
+def ragged_rows_name(vectors: int) -> str:
+    """Return what every ratio is of, for ``vectors`` = K + 1."""
+    return f"ragged bf16 rows of {vectors} vectors"
+
+
 def ratio_text(ratio: float | None, vectors: int) -> str:
     """Return a ratio of `of_ragged_rows` with its denominator, of ``vectors`` = K + 1 vectors."""
-    return f"{0.0 if ratio is None else ratio:.3f} of ragged bf16 rows of {vectors} vectors"
+    return f"{0.0 if ratio is None else ratio:.3f} of {ragged_rows_name(vectors)}"
 
 
 def of_rows_text(schema: StoreSchema, tokens: int, count: float) -> str:

@@ -160,6 +160,20 @@ def test_a_plain_payload_is_a_view_of_the_chunk():
     assert bytes(encoded.payload[:2]) == b"\x02\x01"
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("shape", [(64, 96), (700, 576)])
+def test_the_fill_behind_a_sample_costs_dense_next_to_nothing_and_numcodecs_decodes_it(dtype, shape):
+    codec = pytest.importorskip("numcodecs.pcodec").PCodec(level=8)
+    whole = bits(numbers(3, shape).to(dtype.torch_dtype)).view(dtype.stored)
+    chunk, valid = whole.copy(), shape[0] // 3
+    chunk[valid:].view(dtype.bits)[:] = dtype.fill_bits
+    chain = state_chain("dense", dtype.itemsize)
+    assert bytes(chain.encode(whole).payload) == codec.encode(whole)
+    encoded = bytes(chain.encode(chunk).payload)
+    assert len(encoded) <= len(codec.encode(np.ascontiguousarray(whole[:valid]))) + 64
+    assert same(np.asarray(codec.decode(encoded)).reshape(shape), chunk)
+
+
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'gzip' is unknown; choose one of none, fast, default, dense"):
         state_chain("gzip", 2)
