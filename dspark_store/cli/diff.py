@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dspark_store.cli.options import DIFFERENT
@@ -68,7 +69,7 @@ def _field_lines(what: str, fields: Sequence[FieldDifference]) -> Iterator[str]:
     if not fields:
         yield f"{what:9} the same"
     for field in fields:
-        yield f"{what:9} {field.name}: A {_text(field.a)}, B {_text(field.b)}"
+        yield f"{what:9} {field.field}: A {_text(field.a)}, B {_text(field.b)}"
 
 
 def _text(value: JsonValue) -> str:
@@ -94,12 +95,10 @@ def _state_lines(found: StoreComparison) -> Iterator[str]:
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         if only:
             yield f"states    layers only in {name}: {' '.join(map(str, only))}"
-    for layer in (*found.layers, None):
-        if layer in states.largest:
-            what = "last hidden states" if layer is None else f"layer {layer}"
-            largest, unequal = states.largest[layer], states.unequal[layer]
-            verdict = f"largest difference {largest:.6g}, {unequal:,} samples differ" if unequal else "equal"
-            yield f"states    {what}: {verdict}"
+    for layer, (largest, unequal) in states.by_layer.items():
+        what = "last hidden states" if layer is None else f"layer {layer}"
+        verdict = f"largest difference {largest:.6g}, {unequal:,} samples differ" if unequal else "equal"
+        yield f"states    {what}: {verdict}"
     if states.worst is not None:
         yield f"worst     sample {states.worst.a} of A, {states.worst.b} of B: {states.worst.difference:.6g}"
 
@@ -112,15 +111,12 @@ def _weight_lines(found: StoreComparison) -> Iterator[str]:
 
 
 def _document(found: StoreComparison, a: Cache, b: Cache) -> dict[str, JsonValue]:
-    states, metadata = found.states, found.metadata
-    worst = states.worst
+    states, worst = found.states, found.states.worst
     return {
         "equal": found.is_equal,
         "a": str(a.storage),
         "b": str(b.storage),
-        "identity": [_field(field) for field in metadata.identity],
-        "layout": [_field(field) for field in metadata.layout],
-        "recorded": [_field(field) for field in metadata.recorded],
+        **asdict(found.metadata),
         "samples": {
             "both": len(found.samples),
             "moved": found.samples.moved,
@@ -135,20 +131,13 @@ def _document(found: StoreComparison, a: Cache, b: Cache) -> dict[str, JsonValue
             "layers_only_a": list(found.only_a),
             "layers_only_b": list(found.only_b),
             "layers": [
-                {"layer_id": layer, "largest": _number(states.largest[layer]), "unequal": states.unequal[layer]}
-                for layer in (*found.layers, None)
-                if layer in states.largest
+                {"layer_id": layer, "largest": _number(largest), "unequal": unequal}
+                for layer, (largest, unequal) in states.by_layer.items()
             ],
             "worst": None if worst is None else {"a": worst.a, "b": worst.b, "largest": _number(worst.difference)},
         },
-        "weights": [
-            {"path": table.path, "largest": _number(table.largest), "reason": table.reason} for table in found.weights
-        ],
+        "weights": [{**asdict(table), "largest": _number(table.largest)} for table in found.weights],
     }
-
-
-def _field(field: FieldDifference) -> dict[str, JsonValue]:
-    return {"field": field.name, "a": field.a, "b": field.b}
 
 
 def _number(value: float | None) -> JsonValue:

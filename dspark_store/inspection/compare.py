@@ -24,7 +24,7 @@ LAYOUT_FIELDS = frozenset({"codec", "chunk_tokens", "shard_size"})
 class FieldDifference:
     """A field in which two stores differ; a missing one is null."""
 
-    name: str
+    field: str
     a: JsonValue
     b: JsonValue
 
@@ -42,18 +42,18 @@ def compare_metadata(a: StoreRecord, b: StoreRecord) -> MetadataDifference:
     """Compare two stores' manifests, layouts, target configurations and facts of the head."""
     only_recorded = recorded_only(a.manifest, b.manifest)
     identity = [
-        field
-        for field in _differing(a.manifest, b.manifest)
-        if field.name not in LAYOUT_FIELDS | only_recorded | BOOKKEEPING_FIELDS | SETTLED_FIELDS
+        found
+        for found in _differing(a.manifest, b.manifest)
+        if found.field not in LAYOUT_FIELDS | only_recorded | BOOKKEEPING_FIELDS | SETTLED_FIELDS
     ]
-    named = {field.name for field in identity}
-    shapes = [field for field in _differing(a.schema.layout(), b.schema.layout()) if field.name not in named]
-    layout = [field for field in shapes if field.name in LAYOUT_FIELDS | {"sources"}]
+    named = {found.field for found in identity}
+    shapes = [found for found in _differing(a.schema.layout(), b.schema.layout()) if found.field not in named]
+    layout = [found for found in shapes if found.field in LAYOUT_FIELDS | {"sources"}]
     # stores without a manifest have their shape in the layout alone
-    identity += [field for field in shapes if field.name in ("hidden_size", "seq_length", "dtype", "layer_ids")]
+    identity += [found for found in shapes if found.field in ("hidden_size", "seq_length", "dtype", "layer_ids")]
     identity += _both_known("target_config", a.target_config, b.target_config)
     identity += _differing(a.head, b.head, "head.")
-    recorded = [field for field in _differing(a.manifest, b.manifest) if field.name in only_recorded]
+    recorded = [found for found in _differing(a.manifest, b.manifest) if found.field in only_recorded]
     return MetadataDifference(tuple(identity), tuple(layout), tuple(recorded))
 
 

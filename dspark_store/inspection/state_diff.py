@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 
 _KEY = np.dtype([("first", "<u8"), ("second", "<u8"), ("rank", "<i8")])
+_EQUAL = -1.0
 _READ_BYTES = 32 * 1024 * 1024
 
 type StateName = int | None
@@ -42,8 +43,8 @@ class Matching:
         """How many of the pairs have different numbers."""
         return int((self.a != self.b).sum())
 
-    def kept(self, wanted: np.ndarray) -> Matching:
-        """Return the matching with some of its pairs: ``wanted`` is a mask, or places."""
+    def kept(self, wanted: np.ndarray | slice) -> Matching:
+        """Return the matching with some of its pairs: ``wanted`` is a mask, places or a slice."""
         return Matching(self.a[wanted], self.b[wanted], self.only_a, self.only_b)
 
 
@@ -75,8 +76,7 @@ def _keys(digests: np.ndarray) -> np.ndarray:
     return keys
 
 
-@dataclass(frozen=True, slots=True)
-class WorstSample:
+class WorstSample(NamedTuple):
     """The sample whose states lie furthest apart, by its number in each store."""
 
     difference: float
@@ -84,48 +84,45 @@ class WorstSample:
     b: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StateDifference:
-    """What a comparison has found: ``largest`` absolute difference by layer, ``compared`` samples, ``equal`` of them.
+    """How far the states of pairs of samples lie apart, which are number ``a`` and ``b`` in their stores, (pairs,).
 
-    A value that is not finite in one store only differs by infinity. ``equal`` counts samples of which every bit is the
-    same or, where the dtypes differ, every value as float32; ``unequal`` those others, by layer.
+    ``values`` (pairs, layers + 1) float64 has the `difference` by layer, and then of the last hidden states; it is
+    below 0 where every bit is the same or, where the dtypes differ, every value as float32.
     """
 
-    largest: dict[StateName, float] = field(default_factory=dict)
-    unequal: dict[StateName, int] = field(default_factory=dict)
-    compared: int = 0
-    equal: int = 0
-    worst: WorstSample | None = None
+    a: np.ndarray
+    b: np.ndarray
+    layers: Sequence[int]
+    values: np.ndarray
 
-    def add(self, other: StateDifference) -> None:
-        """Add what was found in another shard."""
-        for name, difference in other.largest.items():
-            self.largest[name] = max(self.largest.get(name, 0.0), difference)
-            self.unequal[name] = self.unequal.get(name, 0) + other.unequal[name]
-        self.compared += other.compared
-        self.equal += other.equal
-        self._note(other.worst)
+    @property
+    def compared(self) -> int:
+        """How many samples were compared."""
+        return len(self.values)
 
-    def count(self, differences: Mapping[StateName, float | None], a: int, b: int) -> None:
-        """Count one sample: the difference by layer, None where its bits are the same."""
-        for name, difference in differences.items():
-            self.largest[name] = max(self.largest.get(name, 0.0), difference or 0.0)
-            self.unequal[name] = self.unequal.get(name, 0) + (difference is not None)
-        found = [difference for difference in differences.values() if difference is not None]
-        self.compared += 1
-        self.equal += not found
-        if found:
-            self._note(WorstSample(max(found), a, b))
+    @property
+    def equal(self) -> int:
+        """How many of them are the same in all layers."""
+        return int((self.values < 0).all(axis=1).sum())
 
-    def _note(self, other: WorstSample | None) -> None:
-        if other is not None and (self.worst is None or _rank(other) > _rank(self.worst)):
-            self.worst = other
+    @property
+    def by_layer(self) -> dict[StateName, tuple[float, int]]:
+        """The largest difference and the number of samples that differ, by layer; empty where none was compared."""
+        if not self.compared:
+            return {}
+        largest, unequal = self.values.max(axis=0).clip(0).tolist(), (self.values >= 0).sum(axis=0).tolist()
+        return dict(zip((*self.layers, None), zip(largest, unequal, strict=True), strict=True))
 
-
-def _rank(sample: WorstSample) -> tuple[float, int, int]:
-    """Order samples in a way that knows no first and second store, and takes early ones before late ones."""
-    return sample.difference, -min(sample.a, sample.b), -max(sample.a, sample.b)
+    @property
+    def worst(self) -> WorstSample | None:
+        """The sample with the largest difference, of several the one with the lowest number."""
+        if self.equal == self.compared:
+            return None
+        largest = self.values.max(axis=1)
+        place = int(np.lexsort((np.maximum(self.a, self.b), np.minimum(self.a, self.b), -largest))[0])
+        return WorstSample(float(largest[place]), int(self.a[place]), int(self.b[place]))
 
 
 def compare_states(
@@ -140,43 +137,39 @@ def compare_states(
     order = np.lexsort((pairs.b, shard_of))
     shards, starts = np.unique(shard_of[order], return_index=True)
     bounds = dict(zip(shards.tolist(), pairwise([*starts.tolist(), len(order)]), strict=True))
-    found = StateDifference()
-    task = partial(_compare_shard, a, b, pairs.kept(order), bounds, layers)
+    ordered, values = pairs.kept(order), np.full((len(pairs), len(layers) + 1), _EQUAL)
+    position = (len(layers) + 1) * a.schema.hidden_size * max(a.dtype.itemsize, b.dtype.itemsize)
+
+    def compare(shard: int) -> None:
+        first, stop = bounds[shard]
+        longest = max(1, int(a.lengths[ordered.a[first:stop]].max()))
+        step = max(1, _READ_BYTES // (longest * position))
+        for begin in range(first, stop, step):
+            some = slice(begin, min(begin + step, stop))
+            values[some] = _apart(a, b, ordered.kept(some), layers)
+
     with start_progress("compare", len(pairs), "samples") as progress:
-        for _, difference in Workers(threads).each(task, list(bounds)):
-            found.add(difference)
-            progress.advance(difference.compared)
-    return found
+        for shard, _ in Workers(threads).each(compare, list(bounds)):
+            progress.advance(bounds[shard][1] - bounds[shard][0])
+    return StateDifference(ordered.a, ordered.b, layers, values)
 
 
-def _compare_shard(
-    a: Cache, b: Cache, pairs: Matching, bounds: Mapping[int, tuple[int, int]], layers: Sequence[int], shard: int
-) -> StateDifference:
-    first, stop = bounds[shard]
-    longest = max(1, int(a.lengths[pairs.a[first:stop]].max()))
-    row_bytes = longest * (len(layers) + 1) * a.schema.hidden_size * max(a.dtype.itemsize, b.dtype.itemsize)
-    step = max(1, _READ_BYTES // row_bytes)
-    found = StateDifference()
-    for begin in range(first, stop, step):
-        end = min(begin + step, stop)
-        samples_a, samples_b = pairs.a[begin:end].tolist(), pairs.b[begin:end].tolist()
-        span = slice(0, int(a.lengths[samples_a].max()))
-        states_a, states_b = (_read(cache, rows, layers, span) for cache, rows in ((a, samples_a), (b, samples_b)))
-        for place, (sample_a, sample_b) in enumerate(zip(samples_a, samples_b, strict=True)):
-            length = int(a.lengths[sample_a])
-            differences = {
-                name: difference(states_a[name][place, :length], states_b[name][place, :length]) for name in states_a
-            }
-            found.count(differences, sample_a, sample_b)
-    return found
+def _apart(a: Cache, b: Cache, pairs: Matching, layers: Sequence[int]) -> list[list[float]]:
+    """Return by pair and layer how far the states of some pairs lie apart."""
+    lengths = a.lengths[pairs.a].tolist()
+    stores = ((a, pairs.a.tolist()), (b, pairs.b.tolist()))
+    both = list(zip(*(_read(cache, rows, layers, slice(0, max(lengths))) for cache, rows in stores), strict=True))
+    found = (
+        [difference(one[at, :length], other[at, :length]) for one, other in both] for at, length in enumerate(lengths)
+    )
+    return [[_EQUAL if largest is None else largest for largest in row] for row in found]
 
 
-def _read(cache: Cache, samples: Sequence[int], layers: Sequence[int], span: slice) -> dict[StateName, torch.Tensor]:
-    """Return the states of some samples, (B, positions, H), by layer."""
+def _read(cache: Cache, samples: Sequence[int], layers: Sequence[int], span: slice) -> list[torch.Tensor]:
+    """Return the states of some samples, (B, positions, H), by layer, and then the last hidden states."""
     columns = (LAYERS, LAST) if layers else (LAST,)
     batch = cache.read(samples, columns=columns, layers=layers, positions=span, layout="stacked")
-    states: dict[StateName, torch.Tensor] = {layer: batch[LAYERS][:, place] for place, layer in enumerate(layers)}
-    return {**states, None: batch[LAST]}
+    return [*(batch[LAYERS].unbind(1) if layers else ()), batch[LAST]]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float | None:

@@ -16,8 +16,10 @@ RECORD = StoreRecord("id", SCHEMA, manifest={"codec": "default", "batch_size": 4
 
 
 def names(a, b):
-    found = compare_metadata(a, b)
-    return tuple([field.name for field in group] for group in (found.identity, found.layout, found.recorded))
+    different = compare_metadata(a, b)
+    return tuple(
+        [found.field for found in group] for group in (different.identity, different.layout, different.recorded)
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,10 @@ def test_dtypes_are_compared_by_value():
 
 
 def test_the_worst_sample_is_the_first_of_those_that_differ_most():
-    found = StateDifference()
-    for differences, sample in (((None, None), 3), ((0.5, None), 2), ((0.25, 0.5), 1), ((None, 0.0), 0)):
-        part = StateDifference()
-        part.count(dict(zip((7, None), differences, strict=True)), sample, sample + 10)
-        found.add(part)
+    values = np.array([(-1, -1), (0.5, -1), (0.25, 0.5), (-1, 0.0)])
+    found = StateDifference(np.array([3, 2, 1, 0]), np.array([13, 12, 11, 10]), (7,), values)
     assert (found.compared, found.equal) == (4, 1)
-    assert (found.largest, found.unequal) == ({7: 0.5, None: 0.5}, {7: 2, None: 2})
+    assert found.by_layer == {7: (0.5, 2), None: (0.5, 2)}
     assert found.worst is not None
     assert (found.worst.a, found.worst.b) == (1, 11)
 
@@ -93,7 +90,7 @@ def test_each_pair_is_compared_once_however_it_is_cut(tmp_path, monkeypatch, pie
     )
     found = compare_states(a, b, match_samples(a.index.digest, b.index.digest), [5, 2], threads=2)
     assert (found.compared, found.equal) == (7, 6)
-    assert found.largest == {5: 0.0, 2: INF, None: 0.0}
+    assert found.by_layer == {5: (0.0, 0), 2: (INF, 1), None: (0.0, 0)}
     assert found.worst is not None
     assert (found.worst.a, found.worst.b) == (4, 4)
 

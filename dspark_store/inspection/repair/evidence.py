@@ -17,7 +17,7 @@ from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import IDS, INDEX_OBJECTS, INDEX_SOURCE, INDEX_STATUS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import ObjectTail, Place
 from dspark_store.format.storage import Storage
-from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard, sources_key
+from dspark_store.format.token_shards import read_shard_sources, read_token_shard, sources_key
 from dspark_store.inspection.repair.state import RepairState
 from dspark_store.writers.publish import (
     STATUS_GOOD,
@@ -47,7 +47,7 @@ class Evidence:
 
     def agrees(self, row: np.ndarray) -> bool:
         """Whether a row says nothing else than those tails that are whole."""
-        return all(tail is None or tail == _fields(row, place) for place, tail in enumerate(self.tails))
+        return all(tail in (None, tuple(entry)) for tail, entry in zip(self.tails, row.tolist(), strict=False))
 
     @property
     def by_tails(self) -> np.ndarray | None:
@@ -70,10 +70,9 @@ def gather(storage: Storage, record: StoreRecord, shard: int) -> ShardEvidence:
     """Read both ledger rows of a shard and the tail of every object that it has."""
     schema = record.schema
     places = [Place(column, 0, None, shard) for column in (IDS, MASK)]
-    tokens = [_tail(storage, record, object_key(place.column, shard), place, schema.tokens) for place in places]
-    states = [
-        _tail(storage, record, item.key(shard), item.place(shard), schema.states) for item in schema.state_objects
-    ]
+    tail = partial(_tail, storage, record)
+    tokens = [tail(object_key(place.column, shard), place, schema.tokens) for place in places]
+    states = [tail(item.key(shard), item.place(shard), schema.states) for item in schema.state_objects]
     whole = [tail for tail in (*tokens, *states) if tail is not None]
     return ShardEvidence(
         _evidence(token_ledger(storage), shard, tokens),
@@ -104,10 +103,6 @@ def state_row(evidence: Evidence, entry: np.ndarray | None, *, proved: bool) -> 
     if proved and len(fits) > 1:
         return fits[1]  # if the two differ, an object is damaged: it will be found
     return fits[0] if fits else None
-
-
-def _fields(row: np.ndarray, place: int) -> tuple[int, int]:
-    return int(row[place, 0]), int(row[place, 1])
 
 
 def _evidence(ledger: Ledger, shard: int, tails: Sequence[ObjectTail | None]) -> Evidence:
@@ -204,18 +199,13 @@ def read_tokens(storage: Storage, record: StoreRecord, shard: int) -> ReadTokens
         rows = read_token_shard(storage, record, shard)
     except (ValueError, OSError) as error:
         return ReadTokens(None, damaged=str(error))
-    sources = _read_sources(storage, record, shard, rows)
-    summary = summarise_tokens(rows, np.empty(0, np.uint16) if sources is None else sources)
-    return ReadTokens(summary, rows.digest, sourceless=sources is None)
-
-
-def _read_sources(storage: Storage, record: StoreRecord, shard: int, rows: TokenRows) -> np.ndarray | None:
-    if not record.schema.sources:
-        return np.empty(0, np.uint16)
-    try:
-        return read_shard_sources(storage, record, shard, rows)
-    except (ValueError, OSError):
-        return None
+    sources, sourceless = np.empty(0, np.uint16), False
+    if record.schema.sources:
+        try:
+            sources = read_shard_sources(storage, record, shard, rows)
+        except (ValueError, OSError):
+            sourceless = True
+    return ReadTokens(summarise_tokens(rows, sources), rows.digest, sourceless=sourceless)
 
 
 def mend_token_index(state: RepairState) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Buffer, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_store.format.storage import DOCUMENT_BYTES, LocalStorage, ObjectReader
+from dspark_store.format.storage import DOCUMENT_BYTES, LocalStorage, ObjectReader, ObjectWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,60 +25,51 @@ class Change:
         return self.data is None and self.source is None
 
 
-class MemoryObject:
-    """`ObjectReader` of bytes in memory."""
-
+class _MemoryObject(ObjectReader):
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
 
     def version(self) -> None:
-        """See `ObjectReader`."""
+        return None
 
     def read(self, offset: int, length: int) -> bytes:
-        """See `ObjectReader`."""
         return self._data[offset : offset + length]
 
     def read_into(self, buffer: Buffer, offset: int) -> int:
-        """See `ObjectReader`."""
         view = memoryview(buffer).cast("B")
         part = self.read(offset, len(view))
         view[: len(part)] = part
         return len(part)
 
     def read_vector(self, buffers: Sequence[Buffer], offset: int) -> int:
-        """See `ObjectReader`."""
         done = 0
         for buffer in buffers:
             done += self.read_into(buffer, offset + done)
         return done
 
     def close(self) -> None:
-        """See `ObjectReader`."""
+        pass
 
 
-@dataclass(slots=True)
-class MemoryWriter:
-    """`ObjectWriter` of an object that becomes a change."""
+class _MemoryWriter(ObjectWriter):
+    """Writes an object that becomes a change."""
 
-    overlay: Overlay
-    key: str
-    parts: list[bytes] = field(default_factory=list)
+    def __init__(self, overlay: Overlay, key: str) -> None:
+        self._overlay, self._key = overlay, key
+        self._data = b""
 
     def write(self, *parts: Buffer) -> None:
-        """See `ObjectWriter`."""
-        self.parts += [part.tobytes() if isinstance(part, np.ndarray) else bytes(part) for part in parts]
+        self._data += b"".join(part.tobytes() if isinstance(part, np.ndarray) else bytes(part) for part in parts)
 
     def finish(self) -> None:
-        """See `ObjectWriter`."""
+        pass
 
     def commit(self) -> None:
-        """See `ObjectWriter`."""
-        self.overlay.put(self.key, b"".join(self.parts))
+        self._overlay.put(self._key, self._data)
 
     def abort(self) -> None:
-        """See `ObjectWriter`."""
-        self.parts.clear()
+        pass
 
 
 class Overlay(LocalStorage):
@@ -113,7 +104,7 @@ class Overlay(LocalStorage):
     def open(self, key: str) -> ObjectReader:  # type: ignore[override] # an object in memory is no file
         """See `Storage`."""
         source = self._source(key)
-        return MemoryObject(source) if isinstance(source, bytes) else super().open(source)
+        return _MemoryObject(source) if isinstance(source, bytes) else super().open(source)
 
     def read(self, key: str, limit: int = DOCUMENT_BYTES) -> bytes:
         """See `Storage`."""
@@ -144,9 +135,9 @@ class Overlay(LocalStorage):
             raise FileExistsError(f"{self.path(key)} exists")
         self.put(key, data)
 
-    def create(self, key: str) -> MemoryWriter:  # type: ignore[override] # an object in memory is no file
+    def create(self, key: str) -> _MemoryWriter:  # type: ignore[override] # an object in memory is no file
         """See `Storage`."""
-        return MemoryWriter(self, key)
+        return _MemoryWriter(self, key)
 
     def link(self, source: str, key: str) -> None:
         """See `Storage`; ``source`` must be on disk, unchanged."""

@@ -11,7 +11,7 @@ from dspark_store.format.damage import Part, Problem
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
-from dspark_store.format.storage import LocalStorage
+from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.inspection.repair.evidence import mend_ledgers, mend_status, mend_token_index, mend_token_phase
 from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
@@ -107,24 +107,21 @@ def _mend_states(state: RepairState, shard: int, problems: Sequence[Problem]) ->
     bad = {problem.key: problem for problem in problems}
     if not bad or shard in state.states:
         return
-    row = state_ledger(state.storage, state.schema).row(shard)
     items = state.schema.state_objects
-    keys = [item.key(shard) for item in items]
-    for key in bad.keys() - set(keys):  # a column that was encoded anew, named as a whole
-        state.mark_lost(state.states, shard, str(bad[key]))
-    entries = row.tolist()
-    good = {
-        key: entry
-        for item, key, entry in zip(items, keys, entries, strict=True)
-        if key not in bad and item.column not in state.root.foreign
-    }
-    twins = {key: [twin for twin in good if good[twin] == entries[keys.index(key)]] for key in keys if key in bad}
-    for key, found in twins.items():
-        if not found:
-            state.mark_lost(state.states, shard, str(bad[key]))
+    row = state_ledger(state.storage, state.schema).row(shard)
+    entries = dict(zip((item.key(shard) for item in items), row.tolist(), strict=True))
+    foreign = {item.key(shard) for item in items if item.column in state.root.foreign}
+    good = {key: entry for key, entry in entries.items() if key not in bad and key not in foreign}
+    links: dict[str, str] = {}
+    for key, problem in bad.items():  # a column that was encoded anew is named as a whole, and has no entry
+        twins = [twin for twin in good if good[twin] == entries.get(key)]
+        if twins:
+            links[key] = twins[0]
+        else:
+            state.mark_lost(state.states, shard, str(problem))
     if shard not in state.states:
-        for key, found in twins.items():
-            state.storage.link(found[0], key)
+        for key, twin in links.items():
+            state.storage.link(twin, key)
             state.restored.append(key)
 
 
@@ -165,28 +162,26 @@ def _mend_tied(state: RepairState, bad: set[str]) -> bool:
     if checksum is None or checksum != record.checksums.get(HEAD):
         return False
     spec = record.schema.weights(record.weights[EMBED])
-    limit = object_limit(spec)
+    digest = partial(_digest, state.storage, object_limit(spec))
     embedding, head = array_keys(EMBED, spec), array_keys(HEAD, spec)
     for first, second in ((embedding, head), (head, embedding)):
         chosen = [twin if key in bad else key for key, twin in zip(first, second, strict=True)]
-        if _checksum(state, chosen, limit) == checksum:
+        if digest(*chosen) == checksum:
             for key, twin, good in zip(first, second, chosen, strict=True):
-                _link(state, good, twin if good == key else key, limit)
+                other = twin if good == key else key
+                if digest(other) != digest(good):
+                    state.storage.link(good, other)
+                    state.restored.append(other)
             return True
     return False
 
 
-def _checksum(state: RepairState, keys: Sequence[str], limit: int) -> str | None:
+def _digest(storage: Storage, limit: int, *keys: str) -> str | None:
+    """Return the digest of some objects together, None where one cannot be read."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for key in keys:
-        try:
-            digest.update(state.storage.read(key, limit))
-        except OSError:
-            return None
+    try:
+        for key in keys:
+            digest.update(storage.read(key, limit))
+    except OSError:
+        return None
     return digest.hexdigest()
-
-
-def _link(state: RepairState, good: str, key: str, limit: int) -> None:
-    if _checksum(state, [key], limit) != _checksum(state, [good], limit):
-        state.storage.link(good, key)
-        state.restored.append(key)
