@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,15 @@ class FinishedObjects:
         records, stored, nonfinite = json.loads(text)
         items = {item: ObjectRecord(*records[item.name]) for item in schema.state_objects if item.name in records}
         return cls(items, stored, tuple(nonfinite))
+
+
+class _Piece(NamedTuple):
+    """Some chunks of a row, states (positions, H), whose first one has this slot in the object."""
+
+    row: int
+    slot: int
+    chunks: int
+    states: torch.Tensor
 
 
 class NonFiniteError(ValueError):
@@ -105,43 +115,59 @@ class StateShardWriter:
         own = self._schema.state_objects if objects is None else objects
         self._written = [item for item in own if item != self._shared]
         self._nonfinite: list[list[int]] = [[] for _ in self._written]
+        self._waiting: list[list[_Piece]] = [[] for _ in self._written]  # of each object, for a task to be full
         self._writers: dict[StateObject, ShardWriter] = {}
         self._drained = False
 
-    def add(self, row: int, layers: Sequence[torch.Tensor | None], last: torch.Tensor | None) -> None:
+    def add(
+        self, row: int, layers: Sequence[torch.Tensor | None], last: torch.Tensor | None, *, more: bool = False
+    ) -> None:
         """Queue one sample: K tensors (length, H) in slot order and the last hidden states (length, H), on the CPU.
 
-        What another writer writes may be None. Rows may come in any order; each row once. The encoder threads cast and
-        copy the states, so nobody may change them before the shard is finished.
+        What another writer writes may be None. Rows may come in any order; each row once. With ``more``, another row
+        follows at once, and what is small may wait for it. The encoder threads cast and copy the states, so nobody may
+        change them before the shard is finished.
         """
         self._drained = False
         for position, item in enumerate(self._written):
             states = last if item == self._last else layers[item.slot]
             if states is None:
                 raise ValueError(f"the states of {item} are missing")
-            self._add_object(position, row, states)
+            self._add_object(position, row, states, more=more)
 
-    def _add_object(self, position: int, row: int, states: torch.Tensor) -> None:
-        schema = self._schema
+    def _add_object(self, position: int, row: int, states: torch.Tensor, *, more: bool) -> None:
+        schema, waiting = self._schema, self._waiting[position]
         step, first = schema.chunk_tokens, row * schema.states.chunks_per_row
         run = max(1, _TASK_BYTES // self._chunk_bytes)
         chunks = schema.states.chunks_of(len(states))
         for begin in range(0, chunks, run):
-            piece = states[begin * step : (begin + run) * step]
-            task = partial(self._encode, piece, row, self._nonfinite[position])
-            sink = partial(self._store, self._written[position], first + begin)
-            # counted twice: as states that wait for an encoder, and as what waits for the disk
-            self._pipeline.submit(task, 2 * min(run, chunks - begin) * self._chunk_bytes, sink)
+            part = states if chunks <= run else states[begin * step : (begin + run) * step]
+            piece = _Piece(row, first + begin, min(run, chunks - begin), part)
+            if sum(other.chunks for other in waiting) + piece.chunks > run:
+                self._submit(position)
+            waiting.append(piece)
+        if not more:
+            self._submit(position)
 
-    def _encode(self, states: torch.Tensor, row: int, nonfinite: list[int]) -> list[EncodedChunk]:
-        """Encode some chunks of a row in an encoder thread."""
+    def _submit(self, position: int) -> None:
+        """Queue a task of the pieces of an object that wait for one."""
+        pieces = tuple(self._waiting[position])
+        self._waiting[position].clear()
+        if pieces:
+            task = partial(self._encode, pieces, self._nonfinite[position])
+            sink = partial(self._store, self._written[position])
+            # counted twice: as states that wait for an encoder, and as what waits for the disk
+            self._pipeline.submit(task, 2 * sum(piece.chunks for piece in pieces) * self._chunk_bytes, sink)
+
+    def _encode(self, pieces: Sequence[_Piece], nonfinite: list[int]) -> list[tuple[int, list[EncodedChunk]]]:
+        """Encode some pieces of rows in an encoder thread; return the first slot of each with its chunks."""
         step = self._schema.chunk_tokens
-        encoded: list[EncodedChunk] = []
-        for begin in range(0, len(states), step):
-            chunk, finite = self._encode_chunk(states[begin : begin + step])
-            encoded.append(chunk)
-            if not finite:
-                nonfinite.append(row)
+        encoded: list[tuple[int, list[EncodedChunk]]] = []
+        for piece in pieces:
+            made = [self._encode_chunk(states) for states in torch.split(piece.states, step)]
+            encoded.append((piece.slot, [chunk for chunk, _ in made]))
+            if not all(finite for _, finite in made):
+                nonfinite.append(piece.row)
         return encoded
 
     def _encode_chunk(self, piece: torch.Tensor) -> tuple[EncodedChunk, bool]:
@@ -171,13 +197,14 @@ class StateShardWriter:
             self._writers[item] = ShardWriter(self._storage.create(item.key(self._shard)), self._schema.states.slots)
         return self._writers[item]
 
-    def _store(self, item: StateObject, slot: int, chunks: Sequence[EncodedChunk]) -> None:
+    def _store(self, item: StateObject, encoded: Sequence[tuple[int, Sequence[EncodedChunk]]]) -> None:
         """Append encoded chunks to their object, in the writing thread."""
-        self._writer(item).append(slot, *chunks)
-        for chunk in chunks if not self._compressed else ():
-            payload = memoryview(chunk.payload).obj  # uncompressed, it was a view of the buffer
-            if isinstance(payload, np.ndarray):
-                self._pipeline.buffers.release(payload)
+        for slot, chunks in encoded:
+            self._writer(item).append(slot, *chunks)
+            for chunk in chunks if not self._compressed else ():
+                payload = memoryview(chunk.payload).obj  # uncompressed, it was a view of the buffer
+                if isinstance(payload, np.ndarray):
+                    self._pipeline.buffers.release(payload)
 
     def drain(self) -> None:
         """Wait until all that was added is in its objects, once: the next shard's states may be queued behind it."""

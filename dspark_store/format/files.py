@@ -29,6 +29,8 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a dev
 IOV_MAX = 1024  # buffers that the kernel takes in one vectored call
 _WRITE_BEHIND = 8 * 1024 * 1024
 _STAGED = 4 * 1024 * 1024
+_staging: list[mmap.mmap] = []  # buffers to use again: to map one anew costs more than the copies into it
+_STAGING_KEPT = 16
 
 
 def key_parts(key: str) -> list[str]:
@@ -313,7 +315,8 @@ class DirectAppender:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._buffer = memoryview(mmap.mmap(-1, _STAGED))  # whose memory is aligned as direct writes need it
+        self._memory = _staging_buffer()
+        self._buffer = memoryview(self._memory)
         self._filled = 0
         _set_direct(descriptor, wanted=True)  # last: who goes on without this buffer needs a file that is not direct
 
@@ -327,19 +330,24 @@ class DirectAppender:
                 self._filled += count
                 view = view[count:]
                 if self._filled == _STAGED:
-                    self._flush()
+                    self._write(self._buffer)
+                    self._filled = 0
 
     def finish(self) -> None:
         """See `CachedAppender`; the end of an object is not aligned, and goes through the page cache."""
+        aligned = self._filled - self._filled % mmap.PAGESIZE
+        self._write(self._buffer[:aligned])
         _set_direct(self._descriptor, wanted=False)
-        self._flush()
+        self._write(self._buffer[aligned : self._filled])
+        self._filled = 0
+        if len(_staging) < _STAGING_KEPT:
+            _staging.append(self._memory)
 
     def close(self) -> None:
         """See `CachedAppender`; the memory goes with its last view, which an error's traceback may still hold."""
         self._buffer = memoryview(b"")
 
-    def _flush(self) -> None:
-        view = self._buffer[: self._filled]
+    def _write(self, view: memoryview) -> None:
         while len(view):
             try:
                 count = os.write(self._descriptor, view)
@@ -349,7 +357,15 @@ class DirectAppender:
                 _set_direct(self._descriptor, wanted=False)
                 continue
             view = view[count:]
-        self._filled = 0
+
+
+def _staging_buffer() -> mmap.mmap:
+    """Return memory that is aligned as direct writes need it."""
+    with contextlib.suppress(IndexError):
+        buffer = _staging.pop()
+        if len(buffer) == _STAGED:
+            return buffer
+    return mmap.mmap(-1, _STAGED)
 
 
 def open_appender(descriptor: int, *, large: bool) -> CachedAppender | DirectAppender:

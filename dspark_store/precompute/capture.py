@@ -85,6 +85,7 @@ class ShardCapture:
         self.shard = shard
         self._rows = read_token_shard(context.storage, context.record, shard)
         self._batches = deque(batches_of(self._rows.lengths, context.settings.batch_limit))
+        self._inputs = self._next_inputs()
         self._copies: deque[tuple[HostCopy, Sequence[int]]] = deque()
         self._writer: StateShardWriter | None = None
         if context.objects:
@@ -107,13 +108,19 @@ class ShardCapture:
     def step(self) -> int:
         """Run the next batch; return its valid tokens."""
         batch = self._batches.popleft()
-        pad, vocab_size = self._context.settings.pad_token_id, self._context.vocab_size
-        copy = self._context.forward(*padded_batch(self._rows, batch, pad, vocab_size))
+        copy = self._context.forward(*self._inputs)
+        self._inputs = self._next_inputs()  # before the encoders have anything to do, which would compete with this
         if self._writer is not None:
             self._copies.append((copy, batch))
-            self._store_copies(self._context.copies.depth)
+            if not self.captured:  # `drain` stores what is left
+                self._store_copies(self._context.copies.depth)
             self._check_finite()
         return sum(self._rows.lengths[row] for row in batch)
+
+    def _next_inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return ids and attention mask of the next batch; nothing behind the last one."""
+        pad, vocab_size = self._context.settings.pad_token_id, self._context.vocab_size
+        return padded_batch(self._rows, self._batches[0], pad, vocab_size) if self._batches else ()
 
     @property
     def tokens(self) -> int:
@@ -143,15 +150,16 @@ class ShardCapture:
             with profile.timed("copy"):
                 states = copy.wait()
             with profile.timed("wait"):
-                for position, row in enumerate(batch):
-                    self._add(self._writer, states, position, row)
+                self._add(self._writer, states, batch)
 
-    def _add(self, writer: StateShardWriter, states: StageStates, position: int, row: int) -> None:
-        length = self._rows.lengths[row]
-        layers: list[torch.Tensor | None] = [None] * self._context.record.schema.num_layers
-        for slot, layer in zip(states.slots, states.layers, strict=True):
-            layers[slot] = layer[position, :length]
-        writer.add(row, layers, None if states.last is None else states.last[position, :length])
+    def _add(self, writer: StateShardWriter, states: StageStates, batch: Sequence[int]) -> None:
+        for position, row in enumerate(batch):
+            length = self._rows.lengths[row]
+            layers: list[torch.Tensor | None] = [None] * self._context.record.schema.num_layers
+            for slot, layer in zip(states.slots, states.layers, strict=True):
+                layers[slot] = layer[position, :length]
+            last = None if states.last is None else states.last[position, :length]
+            writer.add(row, layers, last, more=position + 1 < len(batch))
 
     def _check_finite(self) -> None:
         bad = self._writer.nonfinite_rows() if self._writer is not None else set()
@@ -196,8 +204,13 @@ def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -
                     shard = shard or ShardCapture(context, number)
                     events.batch(shard.step())
                     if shard.captured:
-                        commits.begin(shard)
-                        shard, number = None, crew.next_shard()
+                        commits.wait()
+                        captured, shard = shard, None
+                        try:  # the next one's tokens are read before the encoders have all cores
+                            number = crew.next_shard()
+                            shard = None if number is None else ShardCapture(context, number)
+                        finally:
+                            commits.begin(captured)
                 events.progress()
                 commits.check()
             commits.wait()
@@ -220,8 +233,7 @@ class _Commits:
         self._last: Future[None] | None = None
 
     def begin(self, shard: ShardCapture) -> None:
-        """Wait until the shard before is committed, then begin with this one."""
-        self.wait()
+        """Begin with a shard; the one before is committed."""
         self._shard = shard
         self._last = self._thread.submit(self._commit, shard)
 

@@ -353,6 +353,7 @@ def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cac
     def no_memory(*arguments: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
+    monkeypatch.setattr(files_module, "_staging", [])
     monkeypatch.setattr(mmap, "mmap", no_memory)
     monkeypatch.setattr(files_module, "_set_direct", lambda descriptor, *, wanted: asked.append(wanted))
     data = os.urandom(10_000)

@@ -335,13 +335,13 @@ def wide_record(codec="default", hidden=64, tokens=16, seq=80):
     return replace(record, schema=schema, phase="states")
 
 
-def write_rows(storage, record, rows, threads=2, shared_slot=None):
+def write_rows(storage, record, rows, threads=2, shared_slot=None, *, more=False):
     """Write a shard whose rows hold the same states in each object; return what was finished."""
     with EncodePipeline(threads, BUFFER_BYTES) as pipeline:
         options = {"rows": len(rows), "tokens": TOKENS, "pipeline": pipeline, "shared_slot": shared_slot}
         writer = StateShardWriter(storage, record, 0, **options)
         for row, states in enumerate(rows):
-            writer.add(row, [states] * len(LAYER_IDS), states)
+            writer.add(row, [states] * len(LAYER_IDS), states, more=more and row + 1 < len(rows))
         return writer.finish()
 
 
@@ -357,8 +357,23 @@ def test_objects_are_equal_however_many_chunks_a_task_encodes(tmp_path, monkeypa
     one, many = LocalStorage(tmp_path / "one"), LocalStorage(tmp_path / "many")
     write_rows(one, wide_record(codec), wide_rows(), threads=1)
     monkeypatch.setattr(states_module, "_TASK_BYTES", task_bytes)
-    write_rows(many, wide_record(codec), wide_rows(), threads=3)
+    write_rows(many, wide_record(codec), wide_rows(), threads=3, more=True)
     assert stored_files(many) == stored_files(one)
+
+
+@pytest.mark.parametrize(("task_bytes", "tasks"), [(1 << 21, 1), (5 * 2048, 2), (2048, 7)])
+def test_rows_that_follow_at_once_share_tasks_of_a_limited_size(storage, monkeypatch, task_bytes, tasks):
+    submitted, submit = [], EncodePipeline.submit
+
+    def counted(pipeline, task, nbytes, sink):
+        submitted.append(nbytes)
+        submit(pipeline, task, nbytes, sink)
+
+    monkeypatch.setattr(states_module, "_TASK_BYTES", task_bytes)
+    monkeypatch.setattr(EncodePipeline, "submit", counted)
+    write_rows(storage, wide_record(), wide_rows(), more=True)
+    assert len(submitted) == tasks * (len(LAYER_IDS) + 1)
+    assert max(submitted) <= 2 * max(task_bytes, 2048)
 
 
 @pytest.mark.parametrize("codec", ["none", "default"])
