@@ -114,8 +114,8 @@ def record_by(*classes):
 
 
 def test_whatever_gives_the_bits_of_one_device_is_one_class_of_its_kind_of_device():
-    for degrees in ({}, {"fsdp": 2}, {"ep": 2}, {"pp": 2}):
-        assert equality_class(ParallelPlan(2, **degrees), CPU) == "cpu exact"
+    for plan in (ParallelPlan(4), ParallelPlan(2, fsdp=2), ParallelPlan(2, ep=2), ParallelPlan(2, pp=2)):
+        assert equality_class(plan, CPU) == "cpu exact"
     assert equality_class(ParallelPlan(1), CUDA) == "cuda exact"
     assert equality_class(TP2, CPU) == "cpu tp2-fp32"
 

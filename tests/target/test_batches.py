@@ -46,21 +46,17 @@ def test_whole_batches_are_padded_no_more_than_in_row_order(lengths, size):
     assert _padded(lengths, batches_of(lengths, size)) <= _padded(lengths, in_row_order)
 
 
-def test_batches_of_a_known_shard():
+def test_batches_and_cost_of_a_known_shard():
     assert batches_of([3, 9, 9, 1, 5], 2) == [[1, 2], [4, 0], [3]]
-    assert batches_of([], 4) == []
+    assert batches_of([3, 9, 9, 1, 5], PaddedTokens(10)) == [[1], [2], [4, 0], [3]]
+    assert batches_of([], 4) == batches_of([], PaddedTokens(10)) == []
+    assert [forward_cost(lengths, 2) for lengths in ([3, 9, 9, 1, 5], [0, 0], [])] == [9 * 2 + 5 * 2 + 1, 2, 0]
 
 
 @given(lengths_of_rows, sizes)
 def test_the_cost_of_a_shard_is_the_size_of_its_padded_batches(lengths, size):
     lengths = [max(1, length) for length in lengths]
     assert forward_cost(lengths, size) == _padded(lengths, batches_of(lengths, size))
-
-
-def test_the_cost_of_a_known_shard():
-    assert forward_cost([3, 9, 9, 1, 5], 2) == 9 * 2 + 5 * 2 + 1
-    assert forward_cost([0, 0], 2) == 2
-    assert forward_cost([], 2) == 0
 
 
 @given(lengths_of_rows, st.integers(1, 120))
@@ -71,11 +67,6 @@ def test_batches_by_tokens_hold_as_many_as_fit_and_a_longer_sample_alone(lengths
     assert all(count * width <= most or count == 1 for count, width in sizes)
     assert all((count + 1) * width > most for count, width in sizes[:-1])
     assert forward_cost(lengths, PaddedTokens(most)) == sum(count * width for count, width in sizes)
-
-
-def test_batches_by_tokens_of_a_known_shard():
-    assert batches_of([3, 9, 9, 1, 5], PaddedTokens(10)) == [[1], [2], [4, 0], [3]]
-    assert batches_of([], PaddedTokens(10)) == []
 
 
 @pytest.mark.parametrize("limit", [4, PaddedTokens(4)])

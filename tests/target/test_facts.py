@@ -116,11 +116,6 @@ def test_the_head_weight_makes_the_targets_logits(build):
     assert torch.allclose(output.logits, expected, atol=1e-5)
 
 
-def test_tied_weights_are_one_storage():
-    embed, head, _ = target_weights(tiny_gpt2())
-    assert embed.data_ptr() == head.data_ptr()
-
-
 @pytest.mark.parametrize(("side", "name"), [("embed_tokens", "input embedding"), ("lm_head", "output head")])
 def test_a_side_without_weight_is_named(side, name):
     model = tiny_llama()

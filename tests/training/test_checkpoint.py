@@ -14,9 +14,7 @@ from dspark_store.format.files import sync_path
 from dspark_store.train import main
 from dspark_store.training import checkpoint as checkpoint_module
 from dspark_store.training.checkpoint import (
-    DRAFT,
     FILES,
-    OPTIMIZER,
     STATE,
     SUMS,
     DamagedCheckpointError,
@@ -339,7 +337,7 @@ def test_a_small_disk_fills_up_and_a_larger_one_goes_on(store, mounted, capsys, 
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
 
 
-def test_folders_are_made_durable_in_those_above_them(store, tmp_path, monkeypatch):
+def test_a_checkpoint_and_the_folders_above_it_are_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor):
@@ -349,21 +347,9 @@ def test_folders_are_made_durable_in_those_above_them(store, tmp_path, monkeypat
     directory = run(tmp_path / "new" / "run", "--store", store, "--max-steps", 1)
     above = [tmp_path, tmp_path / "new", directory, directory / "checkpoints"]
     assert [str(path) for path in above if str(path) not in synced] == []
-    assert {f"{directory}/checkpoints/.step-00000001.tmp/{name}" for name in (*FILES, SUMS)} <= set(synced)
-
-
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
-    synced, sync = [], os.fsync
-
-    def noted(descriptor):
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    folder = run(tmp_path / "run", "--store", store, "--max-steps", 1) / "checkpoints"
-    hidden = folder / ".step-00000001.tmp"
-    assert {hidden, *(hidden / name for name in (DRAFT, OPTIMIZER, STATE))} <= set(synced)
-    assert synced[-1] == folder
+    hidden = f"{directory}/checkpoints/.step-00000001.tmp"
+    assert {hidden, *(f"{hidden}/{name}" for name in (*FILES, SUMS))} <= set(synced)
+    assert synced[-1] == str(directory / "checkpoints")
 
 
 def test_a_checkpoint_that_is_there_is_never_written_again(trained):

@@ -27,14 +27,7 @@ MANIFEST: dict[str, Any] = {
     "target_last_hidden_dim": 32,
     "target_layer_ids": [1, 3, 5],
 }
-EXPECTED: dict[str, Any] = {
-    "target_model": "org/target",
-    "target_model_type": "qwen3",
-    "target_vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 6,
-    "seq_length": 8,
-}
+EXPECTED: dict[str, Any] = dict(list(MANIFEST.items())[:6])
 
 
 def test_a_store_that_is_as_expected_is_accepted_on_any_device():
@@ -42,19 +35,10 @@ def test_a_store_that_is_as_expected_is_accepted_on_any_device():
     check_manifest(MANIFEST, ExpectedStore())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("target_model_type", "llama"),
-        ("target_vocab_size", 65),
-        ("hidden_size", 16),
-        ("num_hidden_layers", 7),
-        ("seq_length", 16),
-    ],
-)
-def test_a_field_that_differs_is_named(name, value):
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "target_model"])
+def test_a_field_that_differs_is_named(name):
     with pytest.raises(ValueError, match=f"^{name} of the store is"):
-        check_manifest(MANIFEST, ExpectedStore(**{**EXPECTED, name: value}))
+        check_manifest(MANIFEST, ExpectedStore(**{**EXPECTED, name: "another"}))
 
 
 @pytest.mark.parametrize(
