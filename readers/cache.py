@@ -20,13 +20,13 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.batch import BatchReader, SpanReader
+from dspark_store.readers.fetch import Verify
 from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import padded_spans
 from dspark_store.readers.ranges import DEFAULT_IN_FLIGHT, DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import DEFAULT_THREADS
-from dspark_store.readers.verified import Verify
 from dspark_store.readers.weights import TargetWeights, read_weights
 
 if TYPE_CHECKING:

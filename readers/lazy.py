@@ -12,7 +12,7 @@ import torch
 from dspark_store.format.schema import COLUMNS, IDS, LAYERS, MASK
 from dspark_store.format.storage import Storage
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.verified import Verify
+from dspark_store.readers.fetch import Verify
 
 if TYPE_CHECKING:
     import dask.array as da

@@ -39,7 +39,7 @@ class Range(NamedTuple):
 
 
 class RangeRequest(Protocol):
-    """What a stage is asked for. Its methods are called once each, in this order, from any thread, and do not raise."""
+    """What a stage is asked for. Its methods are called once each, in this order, from any thread."""
 
     @property
     def name(self) -> ObjectName:
@@ -56,7 +56,10 @@ class RangeRequest(Protocol):
         ...
 
     def arrived(self, error: BaseException | None) -> None:
-        """Take note that all buffers are filled, or that ``error`` came between. `RangeStage.release` follows."""
+        """Take what filled the buffers, or the ``error`` that came between; it does not raise.
+
+        Decodes: a stage calls it in few threads at a time. When it returns, the stored bytes are no longer kept.
+        """
         ...
 
 
@@ -64,11 +67,11 @@ class RangeStage(Protocol):
     """Reads what is submitted, in about this order, side by side, within a bound in number and one in bytes."""
 
     def submit(self, request: RangeRequest) -> None:
-        """Take a request; waits while those taken and not released are at a bound, in number or in bytes."""
+        """Take a request; waits while those taken and not decoded are at a bound, in number or in bytes."""
         ...
 
-    def release(self, nbytes: int) -> None:
-        """Take note that the bytes of a request are no longer kept: they are decoded."""
+    def fetch_now(self, request: RangeRequest) -> None:
+        """Fill a request's buffers before this returns, whatever else was taken; DamagedStoreError or OSError."""
         ...
 
     def close(self) -> None:
@@ -107,15 +110,21 @@ class ObjectPool:
 
 
 class LocalRanges:
-    """`RangeStage` of local files: ``in_flight`` threads, each with one request at a time."""
+    """`RangeStage` of local files: ``in_flight`` threads, each with one request at a time.
 
-    def __init__(self, opening: Callable[[ObjectName], StoredObject], in_flight: int, open_objects: int) -> None:
+    The thread that read also decodes, ``threads`` of them at once: what just came is still in its core's cache, and to
+    hand it over takes longer than to decode what is small.
+    """
+
+    def __init__(
+        self, opening: Callable[[ObjectName], StoredObject], *, threads: int, in_flight: int, open_objects: int
+    ) -> None:
         if in_flight < 1:
             raise ValueError(f"in_flight must be >= 1, got {in_flight}")
         if open_objects < 1:
             raise ValueError(f"open_objects must be >= 1, got {open_objects}")
         self._opening = opening
-        self._most = _QUEUED * in_flight
+        self._most, self._threads = _QUEUED * in_flight, threads
         # a thread may hold one more object, which it just opened, or which was let go while it reads
         self._objects = ObjectPool(max(1, open_objects - in_flight))
         self._workers = Workers(in_flight, "read")
@@ -123,6 +132,7 @@ class LocalRanges:
 
     def _renew(self) -> None:
         self._process, self._count, self._nbytes, self._room = os.getpid(), 0, 0, threading.Condition()
+        self._decoding = threading.Semaphore(self._threads)
 
     def submit(self, request: RangeRequest) -> None:
         """See `RangeStage`."""
@@ -131,28 +141,26 @@ class LocalRanges:
         with self._room:
             self._room.wait_for(lambda: self._has_room(request.nbytes))
             self._count, self._nbytes = self._count + 1, self._nbytes + request.nbytes
-        self._workers.put(lambda: self._fetch(request))
+        self._workers.put(lambda: self._serve(request))
 
     def _has_room(self, nbytes: int) -> bool:
         return not self._count or (self._count < self._most and self._nbytes + nbytes <= IN_FLIGHT_BYTES)
 
-    def release(self, nbytes: int) -> None:
-        """See `RangeStage`."""
-        with self._room:
-            self._count, self._nbytes = self._count - 1, self._nbytes - nbytes
-            if self._count <= self._most // 2 and self._nbytes <= IN_FLIGHT_BYTES // 2:  # room for several at once
-                self._room.notify_all()
-
-    def _fetch(self, request: RangeRequest) -> None:
+    def _serve(self, request: RangeRequest) -> None:
         error: BaseException | None = None
         try:
             self.fetch_now(request)
         except BaseException as failed:  # noqa: BLE001 - the request hands it to whoever waits
             error = failed
-        request.arrived(error)
+        with self._decoding:
+            request.arrived(error)
+        with self._room:
+            self._count, self._nbytes = self._count - 1, self._nbytes - request.nbytes
+            if self._count <= self._most // 2 and self._nbytes <= IN_FLIGHT_BYTES // 2:  # room for several at once
+                self._room.notify_all()
 
     def fetch_now(self, request: RangeRequest) -> None:
-        """Fill a request's buffers in this thread; DamagedStoreError or OSError."""
+        """See `RangeStage`; in this thread."""
         stored = self._objects.get(request.name, self._opening)
         for offset, buffers in request.ranges(stored):
             wanted = sum(memoryview(buffer).nbytes for buffer in buffers)

@@ -85,7 +85,7 @@ def test_columns_that_are_not_asked_for_are_not_read(store):
 @pytest.mark.parametrize("kept", [True, False])
 def test_small_token_columns_are_read_once_for_all_epochs(store, kept, monkeypatch):
     storage = CountedStorage(store)
-    monkeypatch.setattr("dspark_store.readers.batch.KEPT_TOKEN_BYTES", 579 * 5 if kept else 579 * 5 - 1)
+    monkeypatch.setattr("dspark_store.readers.tokens.KEPT_TOKEN_BYTES", 579 * 5 if kept else 579 * 5 - 1)
     loader = CacheLoader(Cache(storage), 2, columns=(IDS, MASK), shuffle=False, min_supervised=0, dp_rank=0, dp_size=1)
     epochs = [list(loader)]
     after_one = storage.count

@@ -14,7 +14,7 @@ from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache, veri
 from dspark_store.format.files import LocalObject
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.verified import VerifiedChunks
+from dspark_store.readers.fetch import VerifiedChunks
 from tests.stores import BuiltStore, build_store, flip, padded
 
 OBJECT = f"{LAST}/c.0.0.0"
