@@ -171,7 +171,11 @@ class BatchReader(SpanReader):
         try:
             for column, read, after in requests:
                 pending.expect()
-                begin[column](read, after)
+                try:
+                    begin[column](read, after)
+                except BaseException:  # an interrupt while it waits for room: nobody else ends this one
+                    pending.done()
+                    raise
         except BaseException as failed:  # noqa: BLE001 - raised where somebody waits for the batch
             error = failed
         pending.done(error)

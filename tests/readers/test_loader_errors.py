@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from dspark_store.format.schema import IDS, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.fetch import Fetch
 from dspark_store.readers.tensors import BatchMemory
+from tests.processes import until
 from tests.stores import BuiltStore, build_store, flip
 
 LENGTHS = (20, 7, 13, 8, 3, 9, 16, 20, 17)
@@ -237,6 +239,24 @@ def test_an_interrupt_ends_the_loader_and_the_program_at_once(store: BuiltStore)
     assert program.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "Exception ignored" not in errors
+
+
+def test_an_interrupt_ends_a_read_that_waits_for_room(store: BuiltStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, read, sent = threading.main_thread().ident, LocalObject.read_into, threading.Event()
+    assert main is not None
+
+    def interrupting(self: LocalObject, buffer: Any, offset: int) -> int:
+        if not sent.is_set():
+            until(lambda: "submit" in [entry.name for entry in traceback.extract_stack(sys._current_frames()[main])])
+            sent.set()
+            signal.pthread_kill(main, signal.SIGINT)
+        return read(self, buffer, offset)
+
+    monkeypatch.setattr(LocalObject, "read_into", interrupting)
+    cache = open_cache(store.path, threads=1, in_flight=1)
+    with pytest.raises(KeyboardInterrupt):
+        cache.read(range(9))
+    assert len(cache.read(range(9))) == 4
 
 
 def test_a_damaged_row_of_tokens_is_an_error_of_its_batch(store: BuiltStore, cache: Cache) -> None:
