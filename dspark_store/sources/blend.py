@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.registry import nearest
+from dspark_store.sources.registry import nearest_of
 from dspark_store.sources.schedules import (
     MAX_PARTS,
     check_weights,
     exhaustive_schedule,
-    hyper_parallel_schedule,
     local_indices,
-    megatron_schedule,
     normalised,
+    weighted_schedule,
 )
 from dspark_store.sources.source import Sample, Source, SourceError
 
@@ -28,7 +27,6 @@ type ShortRule = Literal["error", "stop", "wrap"]
 
 SCHEDULES = ("exhaustive", "megatron", "hyper_parallel")
 SHORT_RULES = ("error", "stop", "wrap")
-_WEIGHTED = {"megatron": megatron_schedule, "hyper_parallel": hyper_parallel_schedule}
 _PIECE_BITS = 20
 _MAX_CURSOR = 2**62
 
@@ -103,7 +101,8 @@ class Blend(Source):
         _check_parts(parts, schedule)
         self.parts = tuple(parts)
         self._schedule, self._samples = schedule, samples
-        self._on_short: ShortRule = on_short or _default_rule(schedule, samples)
+        by_default: ShortRule = "stop" if samples is None else "error" if schedule == "megatron" else "wrap"
+        self._on_short = on_short or by_default
         self._lengths = [len(part.source) for part in parts]
         self._weights = None if parts[0].weight is None else normalised([part.weight or 0.0 for part in parts])
         self._sequence = self._scheduled()[:max_samples]
@@ -208,22 +207,16 @@ class Blend(Source):
         # Some part has ended by the time that one record more than there are was asked for.
         size = sum(self._lengths) + 1 if self._samples is None else self._samples
         limits = None if self._on_short == "wrap" else self._lengths
-        sequence = _WEIGHTED[self._schedule](self._weights or [], size, limits)
+        sequence = weighted_schedule(self._schedule, self._weights or [], size, limits)
         if self._on_short == "error" and len(sequence) < size:
+            taken = np.bincount(sequence, minlength=len(self.parts)).tolist()
+            counts = zip(self.parts, self._lengths, taken, strict=True)
+            used_up = ", ".join(f"{part.name!r} has {records}" for part, records, count in counts if count == records)
             raise SourceError(
-                f"a blend of {size} samples asks a part for more than it has after {len(sequence)}: "
-                f"{self._ended(sequence)}; take fewer samples, or say on_short: stop or wrap"
+                f"a blend of {size} samples asks a part for more than it has after {len(sequence)}: {used_up}; "
+                "take fewer samples, or say on_short: stop or wrap"
             )
         return sequence
-
-    def _ended(self, sequence: NDArray[np.uint16]) -> str:
-        taken = np.bincount(sequence, minlength=len(self.parts)).tolist()
-        used_up = [
-            f"{part.name!r} has {records}"
-            for part, records, count in zip(self.parts, self._lengths, taken, strict=True)
-            if count == records
-        ]
-        return ", ".join(used_up)
 
 
 class _PartReader:
@@ -281,10 +274,10 @@ def _check_parts(parts: Sequence[BlendPart], schedule: ScheduleName) -> None:
 
 
 def _check_options(schedule: str, samples: int | None, on_short: str | None, max_samples: int | None) -> None:
-    if schedule not in SCHEDULES:
-        raise SourceError(f"schedule {schedule!r} of a blend is unknown; {nearest(str(schedule), SCHEDULES)}")
-    if on_short is not None and on_short not in SHORT_RULES:
-        raise SourceError(f"on_short {on_short!r} of a blend is unknown; {nearest(str(on_short), SHORT_RULES)}")
+    rule = SHORT_RULES[0] if on_short is None else on_short
+    for what, chosen, known in (("schedule", schedule, SCHEDULES), ("on_short", rule, SHORT_RULES)):
+        if chosen not in known:
+            raise SourceError(f"{what} {chosen!r} of a blend is unknown; {nearest_of(str(chosen), known)}")
     numbers: dict[str, object] = {"samples": samples, "max_samples": max_samples}  # as users wrote them
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -294,9 +287,3 @@ def _check_options(schedule: str, samples: int | None, on_short: str | None, max
         raise SourceError(f"an exhaustive blend takes every record once and has no {name}; choose another schedule")
     if schedule != "exhaustive" and samples is None and on_short not in (None, "stop"):
         raise SourceError(f"a blend with on_short {on_short!r} never ends; say how many samples to take")
-
-
-def _default_rule(schedule: ScheduleName, samples: int | None) -> ShortRule:
-    if samples is None:
-        return "stop"
-    return "error" if schedule == "megatron" else "wrap"

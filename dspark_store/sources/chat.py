@@ -165,8 +165,8 @@ class ChatSource(Source):
             (encoded,) = self._encoder.encode(self._data.take([self._rows[record]]))
         if encoded.error is not None:
             raise SourceError(f"{self.where(record)}: {encoded.error}")
-        if not encoded.cut.pieces:
-            reason = "longer than seq_length" if encoded.cut.dropped else "fewer supervised tokens than min_supervised"
+        if not encoded.pieces:
+            reason = "longer than seq_length" if encoded.dropped else "fewer supervised tokens than min_supervised"
             raise SourceError(f"{self.where(record)}: the row is left out ({reason})")
         for note in encoded.notes:
             self._note(note, 1, self.where(record))
@@ -225,7 +225,7 @@ class ChatSource(Source):
             yield self._data.take(list(self._rows[start : start + ROWS_PER_TASK]))
 
     def _samples(self, record: int, encoded: Encoded, part: int) -> Iterator[Sample]:
-        pieces = encoded.cut.pieces
+        pieces = encoded.pieces
         for index in range(part, len(pieces)):
             last = index + 1 == len(pieces)
             cursor = (record + 1) * self._parts if last else record * self._parts + index + 1
@@ -243,18 +243,18 @@ class ChatSource(Source):
             logger.warning("%s: %s; told once, and counted in dspark-store tokens --report", where, note)
 
     def _count(self, record: int, encoded: Encoded) -> None:
-        report, cut = self._report, encoded.cut
+        report = self._report
         for note in encoded.notes:
             self._note(note, 1, self.where(record))
         for warning in encoded.warnings:
             logger.warning("%s: %s", self.where(record), warning)
-        report.add_samples(mask for _, mask in cut.pieces)
+        report.add_samples(mask for _, mask in encoded.pieces)
         report.read += 1
-        report.kept += bool(cut.pieces)
-        report.truncated += cut.truncated and bool(cut.pieces)
-        report.split += cut.split
-        report.dropped += cut.dropped
-        report.too_few_supervised += cut.too_few_supervised
+        report.kept += bool(encoded.pieces)
+        report.truncated += encoded.truncated and bool(encoded.pieces)
+        report.split += encoded.split
+        report.dropped += encoded.dropped
+        report.too_few_supervised += encoded.too_few_supervised
         report.replaced += encoded.replaced
         report.empty += encoded.empty
 

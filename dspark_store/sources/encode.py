@@ -7,24 +7,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.sources.cutting import Cut, cut
 from dspark_store.sources.limits import DEFAULT_LIMITS, ProcessorTimeError, RenderLimits, run_limited
 from dspark_store.sources.masks import Rendered, loss_mask, render_with_spans
 from dspark_store.sources.messages import Conversation, content_of, read_conversation
-from dspark_store.sources.options import ChatOptions
+from dspark_store.sources.options import ChatOptions, RowOptions
 from dspark_store.sources.rendering import Renderer, Tokens
 from dspark_store.sources.rows import RowData, parse_row, read_tokens, renamed, unread_keys
 from dspark_store.sources.source import SourceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+type Piece = tuple[NDArray[np.int32], NDArray[np.uint8]]  # ids and mask, both (length,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,11 @@ class Encoded:
     """What became of one row: its pieces, or why it cannot be used. Messages do not name the place.
 
     Attributes:
-        cut: the pieces.
+        pieces: what is kept of it.
+        truncated: it was cut.
+        split: it was divided.
+        dropped: it was left out for its length.
+        too_few_supervised: how many pieces were left out since too little of them is supervised.
         error: what is wrong with the row.
         fatal: and that it ends the reading, also where rows that cannot be used are skipped.
         empty: the row renders to no tokens, which is wrong too.
@@ -62,7 +67,11 @@ class Encoded:
 
     """
 
-    cut: Cut = field(default_factory=lambda: Cut([]))
+    pieces: list[Piece] = field(default_factory=list)
+    truncated: bool = False
+    split: bool = False
+    dropped: bool = False
+    too_few_supervised: int = 0
     error: str | None = None
     fatal: bool = False
     empty: bool = False
@@ -168,14 +177,34 @@ class Encoder:
         if not len(ids):
             return Encoded(error="the row has no tokens (does the chat template render anything?)", empty=True)
         made = cut(ids, mask, self._settings.seq_length, self._settings.options)
-        return Encoded(made, replaced=row.replaced, warnings=warnings, notes=row.notes)
+        return replace(made, replaced=row.replaced, warnings=warnings, notes=row.notes)
+
+
+def cut(ids: NDArray[np.int32], mask: NDArray[np.uint8], length: int, options: RowOptions) -> Encoded:
+    """Return the pieces of a row's tokens, each of at most `length`."""
+    too_long = len(ids) > length
+    if too_long and options.over_long == "drop":
+        return Encoded(dropped=True)
+    pieces = [(ids, mask)]
+    if too_long:
+        cuts = [slice(-length, None) if options.truncation_side == "left" else slice(length)]
+        if options.over_long == "split":
+            cuts = [slice(start, start + length) for start in range(0, len(ids), length)]
+        pieces = [(ids[kept].copy(), mask[kept].copy()) for kept in cuts]
+    enough = [piece for piece in pieces if int(piece[1].sum()) >= options.min_supervised]
+    return Encoded(
+        enough,
+        truncated=too_long and options.over_long == "truncate",
+        split=len(pieces) > 1,
+        too_few_supervised=len(pieces) - len(enough),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     """A row before its text is tokenised: its text, or its tokens."""
 
-    content: Rendered | tuple[NDArray[np.int32], NDArray[np.uint8]]
+    content: Rendered | Piece
     replaced: bool
     notes: list[str]
 

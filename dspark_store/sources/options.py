@@ -1,7 +1,6 @@
 """The options of conversations: what a job, one source and `dspark-store tokens` can say alike, defined once."""
 
 import datetime as dt
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -9,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.settings import nearest
 from dspark_store.sources.rows import KNOWN_KEYS
 from dspark_store.sources.source import SourceError
 
@@ -65,7 +65,7 @@ def _columns(given: object) -> dict[str, str] | None:
     columns = {}
     for name, column in pairs:
         if name not in KNOWN_KEYS:
-            near = difflib.get_close_matches(str(name), sorted(KNOWN_KEYS), 1, cutoff=0.0)[0]
+            near = nearest(str(name), KNOWN_KEYS)
             raise SourceError(f"columns: {name!r} is none of the names that are read; the nearest is {near!r}")
         if not isinstance(column, str) or not column:
             raise SourceError(f"columns: {name} is {column!r}; expected the name of a column")

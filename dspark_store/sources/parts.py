@@ -15,7 +15,7 @@ from dspark_store.sources.registry import (
     SpecValue,
     build_source,
     is_number,
-    nearest,
+    nearest_of,
     parse_source,
     shortened,
 )
@@ -53,15 +53,14 @@ def parse_parts(value: SpecValue) -> list[PartSpec]:
         raise SourceError(f"the parts of a blend are a list or text, got {shortened(value)}")
     if not value:
         raise SourceError("a blend has no sources; expected at least one")
-    if any(_is_part(item) for item in value):
+    if any(map(_is_part, value)):
         parts = [_part_of_mapping(item, number) for number, item in enumerate(value)]
-    elif any(_is_list(item) for item in value):
+    elif any(map(_is_list, value)):
         parts = [_part_of_pair(item, number) for number, item in enumerate(value)]
-    elif any(is_number(item) for item in value[::_PAIR]):
+    elif any(map(is_number, value[::_PAIR])):
         if len(value) % _PAIR:
             raise SourceError(f"a blend alternates weights and sources, got {len(value)} items: {shortened(value)}")
-        pairs = zip(value[::_PAIR], value[1::_PAIR], strict=True)
-        parts = [PartSpec(parse_source(source), _weight(weight, n)) for n, (weight, source) in enumerate(pairs)]
+        parts = [_part_of_pair(value[at : at + _PAIR], at // _PAIR) for at in range(0, len(value), _PAIR)]
     else:
         parts = [PartSpec(parse_source(item)) for item in value]
     check_weights([part.weight for part in parts])
@@ -88,7 +87,8 @@ def build_blend(
         if part.weight == 0:
             _log.warning("part %r of the blend has weight 0 and is left out", name)
     wanted = _wanted(schedule, samples, [part.weight for _, part in weighed])
-    inner = replace(context, max_samples=None, num_workers=_workers_each(context.num_workers, len(weighed)))
+    workers = max(1, context.num_workers // len(weighed)) if context.num_workers else 0  # parts are read side by side
+    inner = replace(context, max_samples=None, num_workers=workers)
     recorded = _recorded_parts(context.recorded, len(weighed))
     parts = [
         BlendPart(name, build_source(part.source, replace(inner, num_samples=count, recorded=before)), part.weight)
@@ -121,11 +121,6 @@ def _wanted(schedule: str, samples: int | None, weights: Sequence[float | None])
     if schedule == "exhaustive" or samples is None or isinstance(samples, bool) or not known:
         return [None] * len(weights)
     return [samples] * len(weights) if schedule == "hyper_parallel" else [*megatron_requests(known, samples)]
-
-
-def _workers_each(workers: int, parts: int) -> int:
-    """Share tokenising processes among parts that are read side by side."""
-    return max(1, workers // parts) if workers else 0
 
 
 def _part_names(parts: Sequence[PartSpec]) -> list[str]:
@@ -162,7 +157,7 @@ def _part_of_mapping(value: SpecValue, number: int) -> PartSpec:
         raise SourceError(f"part {number} of a blend must be {{weight, source}} as others are, got {shortened(value)}")
     for key in value:
         if key not in _PART_KEYS:
-            raise SourceError(f"part {number} of a blend has the unknown key {key!r}; {nearest(key, _PART_KEYS)}")
+            raise SourceError(f"part {number} of a blend has the unknown key {key!r}; {nearest_of(key, _PART_KEYS)}")
     if "source" not in value:
         raise SourceError(f"part {number} of a blend has no 'source', got {shortened(value)}")
     name = value.get("name") or ""

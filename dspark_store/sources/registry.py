@@ -7,7 +7,6 @@ far as that is made of plain types. One that is `**options: Annotated[object, Op
 entry-point group `dspark_store.sources`. Nothing is imported before its name is asked for.
 """
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import yaml
 
 from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.settings import nearest
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.source import Source, SourceError
 from dspark_store.sources.template import todays_date
@@ -172,13 +172,10 @@ def type_of_path(path: str) -> str:
     return "chat"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_of(name: str, known: Iterable[str]) -> str:
     """Return how a message goes on after an unknown name: the nearest known one, and all of them."""
     names = sorted(known)
-    if not names:
-        return "there are none"
-    near = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-    return f"the nearest is {(near or names)[0]!r}; there are {', '.join(names)}"
+    return f"the nearest is {nearest(name, names)!r}; there are {', '.join(names)}" if names else "there are none"
 
 
 def _of_path(path: str) -> SourceSpec:
@@ -239,7 +236,7 @@ def _find(name: str) -> Builder:
         builder: Builder = getattr(import_module(module), function)
         return builder
     if not registered:
-        raise SourceError(f"source type {name!r} is unknown; {nearest(name, source_names())}")
+        raise SourceError(f"source type {name!r} is unknown; {nearest_of(name, source_names())}")
     if len(registered) > 1:
         packages = " and ".join(sorted(_package(point) for point in registered))
         raise SourceError(f"source type {name!r} is registered by {packages}; uninstall all but one")
@@ -271,7 +268,7 @@ def _check_options(spec: SourceSpec, builder: Builder) -> None:
         known = {**options, **shared}
         for name in spec.options:
             if name not in known:
-                raise SourceError(f"a source of type {spec.type!r} has no option {name!r}; {nearest(name, known)}")
+                raise SourceError(f"a source of type {spec.type!r} has no option {name!r}; {nearest_of(name, known)}")
     missing = [name for name, item in options.items() if item.default is item.empty and name not in spec.options]
     if missing:
         raise SourceError(f"a source of type {spec.type!r} needs the option {missing[0]!r}, which is not given")

@@ -7,7 +7,8 @@ prefix within one record of its share, though both stay close: within 1.4 with a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,25 +19,28 @@ MAX_PARTS = 2**16 - 1
 """The most parts of a blend: a part's number is a uint16, whose largest value means that there is none."""
 
 _MEGATRON_SURPLUS = 1.005
+_REACH: Mapping[str, Callable[[int], int]] = {
+    "megatron": lambda step: max(step, 1),
+    "hyper_parallel": lambda step: step + 1,
+}
 
 
-def megatron_schedule(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> NDArray[np.uint16]:
-    """Return the part of each of `size` steps by Megatron-LM's weighted rule.
+def weighted_schedule(
+    rule: Literal["megatron", "hyper_parallel"],
+    weights: Sequence[float],
+    size: int,
+    limits: Sequence[int] | None = None,
+) -> NDArray[np.uint16]:
+    """Return the part of each of `size` steps by the weighted rule of a project.
 
     Args:
+        rule: of Megatron-LM or of hyper-parallel.
         weights: positive and finite, of any sum.
         size: steps.
         limits: the most records of each part; the schedule ends before the step that would take another. None: no end.
 
     """
-    return _greedy(weights, size, _megatron_reach, limits)
-
-
-def hyper_parallel_schedule(
-    weights: Sequence[float], size: int, limits: Sequence[int] | None = None
-) -> NDArray[np.uint16]:
-    """Return the part of each of `size` steps by hyper-parallel's weighted rule; see `megatron_schedule`."""
-    return _greedy(weights, size, _hyper_parallel_reach, limits)
+    return _greedy(weights, size, _REACH[rule], limits)
 
 
 def exhaustive_schedule(lengths: Sequence[int], weights: Sequence[float] | None = None) -> NDArray[np.uint16]:
@@ -48,7 +52,9 @@ def exhaustive_schedule(lengths: Sequence[int], weights: Sequence[float] | None 
     """
     if min(lengths) < 1:
         raise ValueError(f"a part of length {min(lengths)} cannot be scheduled; expected at least 1")
-    return _greedy(lengths if weights is None else weights, sum(lengths), _megatron_reach, lengths, others_go_on=True)
+    return _greedy(
+        lengths if weights is None else weights, sum(lengths), _REACH["megatron"], lengths, others_go_on=True
+    )
 
 
 def local_indices(sequence: NDArray[np.uint16]) -> NDArray[np.int64]:
@@ -60,14 +66,9 @@ def local_indices(sequence: NDArray[np.uint16]) -> NDArray[np.int64]:
     return local
 
 
-def megatron_targets(weights: Sequence[float], size: int) -> list[int]:
-    """Return how many records Megatron-LM means to take of each part: its share of `size`, rounded up."""
-    return [math.ceil(size * weight) for weight in normalised(weights)]
-
-
 def megatron_requests(weights: Sequence[float], size: int) -> list[int]:
-    """Return how many records Megatron-LM builds of each part: its target and half a percent more, rounded up."""
-    return [math.ceil(target * _MEGATRON_SURPLUS) for target in megatron_targets(weights, size)]
+    """Return how many records Megatron-LM builds of each part: its share of `size`, and half a percent more."""
+    return [math.ceil(math.ceil(size * weight) * _MEGATRON_SURPLUS) for weight in normalised(weights)]
 
 
 def check_weights(weights: Sequence[float | None]) -> None:
@@ -92,14 +93,6 @@ def normalised(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum, in float64."""
     total = sum(weights)
     return [weight / total for weight in weights]
-
-
-def _megatron_reach(step: int) -> int:
-    return max(step, 1)
-
-
-def _hyper_parallel_reach(step: int) -> int:
-    return step + 1
 
 
 def _greedy(

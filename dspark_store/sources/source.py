@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -104,6 +104,12 @@ class Refusals:
     examples: list[str] = field(default_factory=list)
 
 
+def _counted(fact: str) -> int:
+    """Give a field that counts, and how a report names it."""
+    counter: int = field(default=0, metadata={"fact": fact})
+    return counter
+
+
 @dataclass(slots=True)
 class SourceReport:
     """What became of the rows read so far.
@@ -131,19 +137,19 @@ class SourceReport:
 
     """
 
-    read: int = 0
-    kept: int = 0
-    samples: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    truncated: int = 0
-    split: int = 0
-    dropped: int = 0
-    unsupervised: int = 0
-    too_few_supervised: int = 0
-    replaced: int = 0
-    empty: int = 0
-    refused: int = 0
+    read: int = _counted("rows read")
+    kept: int = _counted("rows kept")
+    samples: int = _counted("samples")
+    tokens: int = _counted("tokens")
+    supervised: int = _counted("supervised tokens")
+    truncated: int = _counted("truncated")
+    split: int = _counted("split")
+    dropped: int = _counted("dropped (too long)")
+    unsupervised: int = _counted("unsupervised")
+    too_few_supervised: int = _counted("left out (too few supervised)")
+    replaced: int = _counted("surrogates replaced")
+    empty: int = _counted("empty")
+    refused: int = _counted("refused")
     reasons: dict[str, Refusals] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
 
@@ -171,21 +177,7 @@ class SourceReport:
 
     def lines(self) -> list[str]:
         """Return the report as people read it, a fact a line."""
-        facts = [
-            ("rows read", self.read),
-            ("rows kept", self.kept),
-            ("samples", self.samples),
-            ("tokens", self.tokens),
-            ("supervised tokens", self.supervised),
-            ("truncated", self.truncated),
-            ("split", self.split),
-            ("dropped (too long)", self.dropped),
-            ("unsupervised", self.unsupervised),
-            ("left out (too few supervised)", self.too_few_supervised),
-            ("surrogates replaced", self.replaced),
-            ("empty", self.empty),
-            ("refused", self.refused),
-        ]
+        facts = [(item.metadata["fact"], getattr(self, item.name)) for item in fields(self) if item.metadata]
         width = max(len(name) for name, _ in facts)
         lines = [f"{name:<{width}}  {count:,}" for name, count in facts]
         lines += [f"{note}: {count:,} rows" for note, count in sorted(self.notes.items())]

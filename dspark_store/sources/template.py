@@ -5,17 +5,15 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
 
 from dspark_store.sources.limits import MAX_TEXT_BYTES, TextLimitError
 from dspark_store.sources.marks import Span
@@ -48,17 +46,14 @@ class LimitedTemplate:
 
     def __init__(self, text: str, text_bytes: int = MAX_TEXT_BYTES) -> None:
         """Compile the text; SourceError if it is not valid Jinja."""
-        from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
+        from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
-        self.environment: Any = _compile_jinja_template("").environment.overlay(optimized=False)
+        self.environment: Any = _transformers_environment().overlay(optimized=False)
         self.environment.code_generator_class = _Generator
         self.environment.globals = dict(self.environment.globals)
         self.environment.intercepted_binops = frozenset({"*", "**"})
         self.environment.binop_table = {**self.environment.binop_table, "*": _multiplied, "**": _raised}
-        try:
-            self._template = self.environment.from_string(text)
-        except TemplateSyntaxError as error:
-            raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
+        self._template = _parsing(text, self.environment.from_string)
         self.has_generation_tags = has_generation_tags(text)
         self._with_aliases: Any = _alias_reasoning_fields
         self._text_bytes = text_bytes
@@ -196,34 +191,32 @@ def may_ask_clock(template: str) -> bool:
 def has_generation_tags(template: str) -> bool:
     """Tell whether a template marks what the assistant says, with `{% generation %}` in any spelling Jinja accepts.
 
-    transformers teaches Jinja that tag through an extension; so does this, and then asks the parser. A tag in a
-    comment or a raw block does not count.
+    The parser tells, so a tag in a comment or a raw block does not count.
 
     Raises:
         SourceError: the template is not valid Jinja.
 
     """
     tags = _parsed(template).find_all(nodes.ExtensionAttribute)
-    return any(tag.identifier == _GenerationTag.identifier for tag in tags)
+    return any(tag.name == "_generation_support" for tag in tags)
 
 
 def _parsed(template: str) -> nodes.Template:
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
+    parsed: nodes.Template = _parsing(template, _transformers_environment().parse)
+    return parsed
+
+
+def _transformers_environment() -> Any:  # noqa: ANN401 - transformers does not say
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template("").environment
+
+
+def _parsing(template: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - what `parse` gives
     try:
-        return environment.parse(template)
+        return parse(template)
     except TemplateSyntaxError as error:
         raise SourceError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
-
-
-class _GenerationTag(Extension):
-    """Parses `{% generation %}...{% endgeneration %}`."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
 
 
 def _names(templates: dict[str, str]) -> str:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_store.sources import ChatSource, SourceError
-from dspark_store.sources.cutting import cut
+from dspark_store.sources.encode import cut
 from dspark_store.sources.options import ChatOptions, RowOptions
 from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 
