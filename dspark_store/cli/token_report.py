@@ -18,7 +18,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.token_diff import TokenPair, other_fields, pair_tokens, recorded_options
-from dspark_store.precompute.rows import source_reports
+from dspark_store.precompute.tokenise import source_reports
 from dspark_store.progress import start_progress
 from dspark_store.sources.blend import Blend
 from dspark_store.sources.chat import ChatSource

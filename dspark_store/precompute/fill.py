@@ -37,9 +37,8 @@ from dspark_store.precompute.job import Job, check_identity
 from dspark_store.precompute.job_target import JobTarget, check_equality_class, equality_class
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.report import CaptureCounts, CaptureReport, Profile
-from dspark_store.precompute.rows import SampleCounts, print_counts, rows_read, tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
-from dspark_store.precompute.tokenise import tokenise
+from dspark_store.precompute.tokenise import SampleCounts, print_counts, rows_read, tell_refusals, tokenise
 from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.readers.index import StoreIndex

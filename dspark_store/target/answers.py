@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dspark_store.settings import setting
+from dspark_store.settings import check_settings, setting
 
 if TYPE_CHECKING:  # a command that only shows its flags imports this module too
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,16 +19,13 @@ class Sampling:
     ``max_new_tokens`` ends an answer that does not end by itself.
     """
 
-    max_new_tokens: int = setting("answers", "where an answer is cut", 320)
-    temperature: float = setting("answers", "0 takes the likeliest token", 0.7)
+    max_new_tokens: int = setting("answers", "where an answer is cut", 320, least=1)
+    temperature: float = setting("answers", "0 takes the likeliest token", 0.7, least=0)
     top_p: float = setting("answers", "the share of likely tokens to draw from", 0.95)
     seed: int = setting("answers", "seed of the draws", 42)
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
+        check_settings(self)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
 

@@ -8,7 +8,7 @@ that a training batch does not share; a batch size of 1 in the precompute's file
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -38,22 +38,13 @@ from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTarget:
-    """The loaded target, and how a precompute would run it."""
-
-    model: PreTrainedModel
-    device: torch.device
-    batch_limit: BatchLimit
-
-
 class LiveCache(Cache):
     """Reads tokens from a store whose states are not captured, and has the target make the states."""
 
-    def __init__(self, storage: Storage, target: LiveTarget) -> None:
+    def __init__(self, storage: Storage, model: PreTrainedModel, device: torch.device, limit: BatchLimit) -> None:
         super().__init__(storage, allow_incomplete=True)
-        self._target = target
-        self.reader = LiveReader(self, target)
+        self._model = model
+        self.reader = LiveReader(self, model, device, limit)
 
     @property
     def can_train(self) -> bool:
@@ -68,11 +59,11 @@ class LiveCache(Cache):
     @property
     def head(self) -> Mapping[str, JsonValue]:
         """What a draft must know of the target beside its embedding and head."""
-        return head_facts(self._target.model)
+        return head_facts(self._model)
 
     def weights(self) -> TargetWeights:
         """Return the target's embedding and head, as a store would keep them."""
-        embed, head, bias = target_weights(self._target.model)
+        embed, head, bias = target_weights(self._model)
         kept = [None if table is None else table.to("cpu", self.dtype) for table in (embed, head, bias)]
         return TargetWeights(cast(torch.Tensor, kept[0]), cast(torch.Tensor, kept[1]), kept[2])
 
@@ -80,11 +71,9 @@ class LiveCache(Cache):
 class LiveReader(SpanReader):
     """Fills batches: tokens by the store's own reader, states by running the target."""
 
-    def __init__(self, cache: Cache, target: LiveTarget) -> None:
-        self._cache = cache
-        self._stored = cache.reader
-        self._target = target
-        self._capture = TargetCapture(target.model, cache.layer_ids)
+    def __init__(self, cache: Cache, model: PreTrainedModel, device: torch.device, limit: BatchLimit) -> None:
+        self._cache, self._stored = cache, cache.reader
+        self._again = partial(captured_again, cache, TargetCapture(model, cache.layer_ids), device, limit)
 
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
         """Fill the tensors of a batch, by column, with spans of samples; see `SpanReader.read`."""
@@ -93,8 +82,7 @@ class LiveReader(SpanReader):
         for tensor in wanted.values():
             tensor.zero_()
         samples = [span.sample for span in spans] if wanted else []
-        device, limit = self._target.device, self._target.batch_limit
-        for captured, members, states in captured_again(self._cache, self._capture, device, limit, samples):
+        for captured, members, states in self._again(samples):
             for span in spans:
                 if span.sample in captured and span.sample - captured.start in members:
                     self._fill(wanted, span, states, members.index(span.sample - captured.start), slots)
@@ -162,7 +150,7 @@ def open_live(
         attn_implementation=config.target_attn_implementation,
         num_layers=config.target_num_hidden_layers,
     )
-    return LiveCache(storage, LiveTarget(model, device, config.batch_limit))
+    return LiveCache(storage, model, device, config.batch_limit)
 
 
 def _write_tokens(job: Job, storage: LocalStorage, recorded: StoreRecord | None, check: Callable[[], None]) -> None:

@@ -120,9 +120,9 @@ def test_messages_are_answered_in_the_place_of_the_answer_that_they_have(target,
     [
         (["--seed", "7"], "was made with seed 42, not 7: give the same, or another --output"),
         (["--batch-size", "0"], "--batch-size is 0"),
-        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "-1"], "temperature must be >= 0, got -1.0"),
         (["--top-p", "0"], "top_p is 0.0"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-new-tokens", "0"], "max-new-tokens must be >= 1, got 0"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(prompts, target, tmp_path, capsys, more, message):

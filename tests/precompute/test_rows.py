@@ -9,7 +9,7 @@ from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.precompute.__main__ import main
-from dspark_store.precompute.rows import SampleCounts
+from dspark_store.precompute.tokenise import SampleCounts
 from tests.precompute.jobs import interrupted, refused, sharded_module, write_rows
 
 QUESTION = {"messages": [{"role": "user", "content": "nobody answers"}]}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_store.inspection.samples import SampleTokens, read_tokens
-from dspark_store.precompute.rows import no_samples
+from dspark_store.precompute.tokenise import no_samples
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.sources.source import Source

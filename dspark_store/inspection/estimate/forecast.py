@@ -17,8 +17,8 @@ from dspark_store.inspection.estimate.measurement import Measurement, Variant, m
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate
 from dspark_store.precompute.job import Job, check_identity, plan_job
-from dspark_store.precompute.rows import SampleCounts, tell_refusals
 from dspark_store.precompute.settings import PrecomputeConfig
+from dspark_store.precompute.tokenise import SampleCounts, tell_refusals
 from dspark_store.readers.cache import Cache
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.tensors import chosen_slots
