@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dspark_store.format.damage import DamagedStoreError, Part, Problem
     from dspark_store.format.manifest import build_cache_manifest
     from dspark_store.readers.cache import Cache, open_cache
+    from dspark_store.readers.index import TargetWeights, read_weights
     from dspark_store.readers.loader import CacheLoader
     from dspark_store.readers.verify import verify_store
-    from dspark_store.readers.weights import TargetWeights, read_weights
     from dspark_store.sources.identity import chat_template_sha256 as tokenizer_chat_template_sha256
 
 __version__ = "0.1.0"
@@ -75,12 +75,12 @@ _MODULES = {
     "DamagedStoreError": "format.damage",
     "Part": "format.damage",
     "Problem": "format.damage",
-    "TargetWeights": "readers.weights",
+    "TargetWeights": "readers.index",
     "build_cache_manifest": "format.manifest",
     "build_cached_dspark_dataloader": "compat.dataset",
     "open_cache": "readers.cache",
     "read_target_weight_modules": "compat.dataset",
-    "read_weights": "readers.weights",
+    "read_weights": "readers.index",
     "tokenizer_chat_template_sha256": "sources.identity",
     "verify_store": "readers.verify",
 }

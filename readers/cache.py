@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from functools import partial
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -14,20 +15,16 @@ import zarr
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest, StoreRecord
 from dspark_store.format.metadata import read_metadata, read_record, record_nodes
-from dspark_store.format.schema import (
-    COLUMNS,
-    StoreSchema,
-)
+from dspark_store.format.schema import COLUMNS, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.readers.batch import BatchReader, SpanReader
 from dspark_store.readers.fetch import Verify
 from dspark_store.readers.foreign import ForeignColumn
-from dspark_store.readers.index import StoreIndex
+from dspark_store.readers.index import StoreIndex, TargetWeights, read_weights
 from dspark_store.readers.plan import padded_spans
 from dspark_store.readers.ranges import DEFAULT_IN_FLIGHT, DEFAULT_OPEN_OBJECTS
 from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
 from dspark_store.readers.threads import DEFAULT_THREADS
-from dspark_store.readers.weights import TargetWeights, read_weights
 
 if TYPE_CHECKING:
     import dask.array as da
@@ -117,7 +114,6 @@ class Cache:
     ) -> None:
         self.storage = storage
         self.verify = verify
-        self._allow_incomplete = allow_incomplete
         if not allow_incomplete:
             _refuse_incomplete(read_record(storage), storage)
         metadata = read_metadata(storage)
@@ -129,7 +125,8 @@ class Cache:
             for column in COLUMNS
             if metadata.nodes[column] != expected[column]
         }
-        self._limits = threads, in_flight, open_objects
+        limits = {"threads": threads, "in_flight": in_flight, "open_objects": open_objects}
+        self._options: dict[str, Any] = {"allow_incomplete": allow_incomplete, "verify": verify, **limits}
         self.reader: SpanReader = BatchReader(
             storage,
             self.record,
@@ -143,7 +140,7 @@ class Cache:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.storage, self._allow_incomplete, self.verify, self._limits)
+        return partial(Cache, self.storage, **self._options), ()
 
     def __repr__(self) -> str:
         return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
@@ -302,15 +299,3 @@ class Cache:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {row} is outside the store's {len(self)} samples")
         return int(sample)
-
-
-def _reopen(storage: Storage, allow_incomplete: bool, verify: Verify, limits: tuple[int, int | None, int]) -> Cache:
-    threads, in_flight, open_objects = limits
-    return Cache(
-        storage,
-        allow_incomplete=allow_incomplete,
-        verify=verify,
-        threads=threads,
-        in_flight=in_flight,
-        open_objects=open_objects,
-    )

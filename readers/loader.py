@@ -15,8 +15,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dspark_store.format.schema import COLUMNS
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.choice import Side, Split, choose_samples
-from dspark_store.readers.epoch import BatchRequest, Epoch, EpochPlanner, PackedEpoch, Shape
+from dspark_store.readers.epoch import (
+    BatchRequest,
+    Epoch,
+    EpochPlanner,
+    PackedEpoch,
+    Shape,
+    Side,
+    Split,
+    choose_samples,
+)
 from dspark_store.readers.order import EndRule, LoaderState
 from dspark_store.readers.packing import LongPolicy
 from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout, chosen_columns, chosen_slots, chosen_span

@@ -15,10 +15,9 @@ from dspark_store.format.metadata import LARGE_SHARD, ROOT_KEY, is_filled
 from dspark_store.format.schema import COLUMNS, IDS, MASK, TOKEN_OBJECTS, object_key
 from dspark_store.format.shard import read_tail
 from dspark_store.format.storage import Storage
-from dspark_store.readers.checks.array_check import check_index, check_promises, check_weights
 from dspark_store.readers.checks.findings import Findings, LedgerRow, StoreView, read_ledger_row
-from dspark_store.readers.checks.metadata_check import check_metadata
 from dspark_store.readers.checks.state_check import check_states
+from dspark_store.readers.checks.store_check import check_index, check_metadata, check_promises, check_weights
 from dspark_store.readers.checks.strays import check_strays, known_shards
 from dspark_store.readers.checks.token_check import check_sources, check_tokens
 

@@ -15,8 +15,8 @@ from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.metadata import read_record
 from dspark_store.format.storage import LocalStorage
 from dspark_store.readers.cache import Cache, open_cache
+from dspark_store.readers.index import read_weights
 from dspark_store.readers.loader import CacheLoader
-from dspark_store.readers.weights import read_weights
 
 
 class CachedDSparkDataset(Dataset[dict[str, torch.Tensor]]):

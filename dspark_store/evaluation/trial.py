@@ -19,7 +19,7 @@ from dspark_store.evaluation.settings import EvaluateConfig
 from dspark_store.format.schema import IDS, MASK
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache, open_cache
-from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.readers.epoch import Split, choose_samples
 from dspark_store.settings import check_settings
 from dspark_store.target.device import device_named, resolve_compute_dtype
 from dspark_store.target.fingerprint import target_fingerprint

@@ -97,7 +97,7 @@ def object_key(column: str, shard: int, slot: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateObject:
-    """One object a shard has for the captured states: a column, its slot on the layer axis and the layer's id."""
+    """One object that a shard has of a column: its slot on the layer axis and the layer's id, 0 and None without."""
 
     column: str
     slot: int
@@ -106,7 +106,7 @@ class StateObject:
     @property
     def name(self) -> str:
         """The object's name in the ledger's attribute ``objects``."""
-        return self.column if self.column == LAST else f"{self.column}/{self.slot}"
+        return f"{self.column}/{self.slot}" if self.column == LAYERS else self.column
 
     def key(self, shard: int) -> str:
         """Return the key of the object in a shard."""

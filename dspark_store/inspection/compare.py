@@ -14,7 +14,7 @@ from dspark_store.format.manifest import BOOKKEEPING_FIELDS, SETTLED_FIELDS, Sto
 from dspark_store.format.schema import EMBED, HEAD, HEAD_BIAS
 from dspark_store.inspection.state_diff import Matching, StateDifference, compare_states, difference, match_samples
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.weights import TargetWeights
+from dspark_store.readers.index import TargetWeights
 
 LAYOUT_FIELDS = frozenset({"codec", "chunk_tokens", "shard_size"})
 """Fields of the manifest that change no value; stores that differ in them can hold the same."""

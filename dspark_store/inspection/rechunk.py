@@ -31,8 +31,7 @@ from dspark_store.inspection.state_diff import difference
 from dspark_store.precompute.undo import full_disk_told, new_folders_undone, new_store_undone, retract_broken
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
-from dspark_store.readers.index import StoreIndex
-from dspark_store.readers.weights import TargetWeights, read_weights
+from dspark_store.readers.index import StoreIndex, TargetWeights, read_weights
 from dspark_store.text import size_text
 from dspark_store.writers.lock import LostLockError, StoreLock
 from dspark_store.writers.publish import complete_store, settle_tokens

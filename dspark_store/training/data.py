@@ -16,7 +16,7 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import Manifest
 from dspark_store.readers.cache import Cache, open_cache
-from dspark_store.readers.choice import Side
+from dspark_store.readers.epoch import Side
 from dspark_store.readers.loader import CacheLoader
 from dspark_store.target.source import TargetSource
 from dspark_store.training.ranks import Ranks

@@ -27,8 +27,8 @@ from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import tokenise
 from dspark_store.readers.batch import SpanReader
 from dspark_store.readers.cache import Cache
+from dspark_store.readers.index import TargetWeights
 from dspark_store.readers.plan import SampleSpan
-from dspark_store.readers.weights import TargetWeights
 from dspark_store.target.batches import BatchLimit
 from dspark_store.target.capture import CapturedStates, TargetCapture
 from dspark_store.target.device import resolve_compute_dtype

@@ -18,11 +18,11 @@ from dspark_store.format.schema import (
     STATE_LEDGER,
     TOKEN_LEDGER,
     TOKEN_OBJECTS,
+    StateObject,
     StoreSchema,
 )
 from dspark_store.format.shard import ObjectRecord, read_tail
 from dspark_store.format.storage import Storage
-from dspark_store.readers.checks.array_check import describe_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,15 @@ class StoreView:
         if table is None:
             return None, None
         return table[shard, : len(TOKEN_OBJECTS)], table[shard, len(TOKEN_OBJECTS) :]
+
+
+def describe_error(error: Exception, key: str) -> str:
+    """Return what an error says of an object, without its key."""
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    if isinstance(error, OSError) and not isinstance(error, DamagedStoreError):
+        return f"cannot be read: {error.strerror or error}"
+    return str(error).removeprefix(f"object {key} ")
 
 
 def entry(row: np.ndarray | None, position: int) -> ObjectRecord | None:
@@ -181,3 +190,30 @@ def open_checked(
         reader.close()
         raise
     return StoredObject(key, reader, tail)
+
+
+def open_settled(
+    view: StoreView,
+    item: StateObject,
+    position: int,
+    ledger: LedgerRow,
+    findings: Findings,
+    *,
+    tokens: str | None = None,
+) -> StoredObject | None:
+    """Open a shard's object of a column; report it, and return None, unless it is whole and the one in the ledger.
+
+    ``position`` is that of its entry in the ledger row, ``tokens`` the digest of those that it was computed from.
+    """
+    is_token = item.column in TOKEN_OBJECTS
+    part, grid = (Part.TOKENS, view.schema.tokens) if is_token else (Part.STATES, view.schema.states)
+    key, stored = item.key(findings.shard), None
+    expected = Expected(view.record.store_id, item.place(findings.shard), tokens=tokens)
+    try:
+        stored = open_checked(view.storage, key, grid, expected, len(findings.samples), ledger.sizes(position))
+    except (OSError, DamagedStoreError) as error:
+        findings.add(part, key, describe_error(error, key))
+    if ledger.settle(item.name, position, None if stored is None else stored.tail.record):
+        return stored
+    findings.add(part, key, "is not the one in the ledger")
+    return None

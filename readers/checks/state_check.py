@@ -10,11 +10,17 @@ import numpy as np
 from dspark_store.format.codecs import CRC_BYTES, Plain
 from dspark_store.format.damage import DamagedStoreError, Part
 from dspark_store.format.dtypes import all_finite
-from dspark_store.format.objects import Expected, StoredObject
+from dspark_store.format.objects import StoredObject
 from dspark_store.format.schema import INDEX_STATUS, LAST, StateObject, StoreSchema
 from dspark_store.format.storage import LocalStorage, Storage
-from dspark_store.readers.checks.array_check import describe_error
-from dspark_store.readers.checks.findings import SCRATCH, Findings, LedgerRow, StoreView, open_checked
+from dspark_store.readers.checks.findings import (
+    SCRATCH,
+    Findings,
+    LedgerRow,
+    StoreView,
+    describe_error,
+    open_settled,
+)
 from dspark_store.readers.checks.token_check import KnownTokens
 
 _STATUS_KEY = f"{INDEX_STATUS}/c.0"
@@ -31,8 +37,13 @@ class Finiteness:
 def check_states(view: StoreView, ledger: LedgerRow, tokens: KnownTokens, findings: Findings) -> int:
     """Check the state objects of a committed shard; return the bytes that were read."""
     seen = Finiteness(set(), set())
-    items = enumerate(view.schema.state_objects)
-    opened = {item: _open(view, item, position, ledger, tokens, findings) for position, item in items}
+    opened: dict[StateObject, StoredObject | None] = {}
+    for position, item in enumerate(view.schema.state_objects):
+        opened[item] = None
+        if item.column in view.foreign:
+            ledger.settle(item.name, position, None)
+        else:
+            opened[item] = open_settled(view, item, position, ledger, findings, tokens=tokens.digest)
     last = next((stored for item, stored in opened.items() if item.column == LAST), None)
     twins: list[str] = []
     nbytes = 0
@@ -52,26 +63,6 @@ def check_states(view: StoreView, ledger: LedgerRow, tokens: KnownTokens, findin
         last.reader.close()
     _check_status(view, seen, findings)
     return nbytes
-
-
-def _open(
-    view: StoreView, item: StateObject, position: int, ledger: LedgerRow, tokens: KnownTokens, findings: Findings
-) -> StoredObject | None:
-    if item.column in view.foreign:
-        ledger.settle(item.name, position, None)
-        return None
-    key, stored = item.key(findings.shard), None
-    expected = Expected(view.record.store_id, item.place(findings.shard), tokens=tokens.digest)
-    try:
-        stored = open_checked(
-            view.storage, key, view.schema.states, expected, len(findings.samples), ledger.sizes(position)
-        )
-    except (OSError, DamagedStoreError) as error:
-        findings.add(Part.STATES, key, describe_error(error, key))
-    if not ledger.settle(item.name, position, None if stored is None else stored.tail.record):
-        findings.add(Part.STATES, key, "is not the one in the ledger")
-        return None
-    return stored
 
 
 def _shares_bytes(storage: Storage, one: StoredObject, other: StoredObject) -> bool:

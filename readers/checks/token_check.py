@@ -19,13 +19,19 @@ from dspark_store.format.schema import (
     MASK,
     SHARD_SOURCES,
     SOURCE_FILL,
-    TOKEN_OBJECTS,
+    StateObject,
     object_key,
 )
-from dspark_store.format.shard import Place
 from dspark_store.format.token_shards import TOKEN_VALUES, sample_digest, shard_digest, sources_key, sources_place
-from dspark_store.readers.checks.array_check import describe_error
-from dspark_store.readers.checks.findings import SCRATCH, Findings, LedgerRow, StoreView, open_checked
+from dspark_store.readers.checks.findings import (
+    SCRATCH,
+    Findings,
+    LedgerRow,
+    StoreView,
+    describe_error,
+    open_checked,
+    open_settled,
+)
 
 _INDEX_KEYS = {
     INDEX_LENGTH: f"{INDEX_LENGTH}/c.0",
@@ -58,7 +64,7 @@ def check_tokens(view: StoreView, ledger: LedgerRow, findings: Findings) -> Know
             columns[column] = _read_foreign(view, column, findings)
             ledger.settle(column, position, None)
             continue
-        stored = _open(view, column, position, ledger, findings)
+        stored = open_settled(view, StateObject(column, 0, None), position, ledger, findings)
         if stored is None:
             continue
         opened[column] = stored
@@ -73,22 +79,6 @@ def check_tokens(view: StoreView, ledger: LedgerRow, findings: Findings) -> Know
             findings.add(Part.TOKENS, stored.key, "was written with other tokens than the shard holds")
     _check_index(view, rows, findings)
     return known
-
-
-def _open(view: StoreView, column: str, position: int, ledger: LedgerRow, findings: Findings) -> StoredObject | None:
-    key = object_key(column, findings.shard)
-    expected = Expected(view.record.store_id, Place(column, 0, None, findings.shard))
-    stored = None
-    try:
-        stored = open_checked(
-            view.storage, key, view.schema.tokens, expected, len(findings.samples), ledger.sizes(position)
-        )
-    except (OSError, DamagedStoreError) as error:
-        findings.add(Part.TOKENS, key, describe_error(error, key))
-    if not ledger.settle(TOKEN_OBJECTS[position], position, None if stored is None else stored.tail.record):
-        findings.add(Part.TOKENS, key, "is not the one in the ledger")
-        return None
-    return stored
 
 
 def _read_column(view: StoreView, column: str, stored: StoredObject, findings: Findings) -> dict[int, np.ndarray]:

@@ -14,8 +14,8 @@ from dspark_store.format.damage import Problem
 from dspark_store.format.schema import COLUMNS, IDS, MASK
 from dspark_store.format.shard import read_tail
 from dspark_store.readers.cache import Cache
+from dspark_store.readers.index import read_weights
 from dspark_store.readers.verify import verify_store
-from dspark_store.readers.weights import read_weights
 
 type Name = tuple[str, int | None]
 """What was read: a column of one sample, or an array of the index or a table of weights (None)."""

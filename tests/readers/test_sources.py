@@ -4,7 +4,7 @@ from dspark_store import open_cache
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.choice import Split, choose_samples
+from dspark_store.readers.epoch import Split, choose_samples
 from dspark_store.writers.publish import settle_tokens
 from dspark_store.writers.tokens import write_token_shard
 from tests.writers.small_store import BLENDED, build_blended, random_tokens, small_record

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dspark_store.format.storage import LocalStorage
-from dspark_store.readers.weights import read_weights
+from dspark_store.readers.index import read_weights
 from dspark_store.writers.weights import write_weights
 from tests.writers.small_store import HIDDEN_SIZE, small_record
 

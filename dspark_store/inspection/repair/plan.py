@@ -17,8 +17,8 @@ from dspark_store.inspection.repair.overlay import Overlay
 from dspark_store.inspection.repair.roots import BeyondRepairError, find_root, mend_metadata
 from dspark_store.inspection.repair.state import RepairState, sweep, uncommit
 from dspark_store.inspection.shardwise import Workers
-from dspark_store.readers.checks.array_check import check_weights
 from dspark_store.readers.checks.findings import StoreView
+from dspark_store.readers.checks.store_check import check_weights
 from dspark_store.readers.checks.strays import check_strays, is_object_name
 from dspark_store.readers.verify import ShardCheck, open_view
 from dspark_store.writers.lock import STALE_SECONDS, LostLockError, StoreLock, check_lock, read_holder

@@ -6,7 +6,7 @@ import pytest
 
 from dspark_store.format.damage import Part
 from dspark_store.format.schema import LAYERS, metadata_bytes
-from dspark_store.readers.checks.metadata_check import check_metadata
+from dspark_store.readers.checks.store_check import check_metadata
 from tests.readers.test_foreign import rewrite
 from tests.stores import build_store
 
