@@ -109,22 +109,14 @@ def test_a_shard_without_one_of_the_keys_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_are_read_back_in_the_cache_dtype(tmp_path):
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_weights_are_read_back_in_the_cache_dtype_and_tied_ones_as_two(tmp_path, dtype, tied):
     embed, head = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
-    ds.write_target_weights(tmp_path, embed, head, torch.bfloat16)
-    read_embed, read_head = ds.read_target_weight_modules(tmp_path)
-    assert torch.equal(read_embed.weight, embed.weight.detach().bfloat16())
-    assert torch.equal(read_head.weight, head.weight.detach().bfloat16())
-
-
-def test_tied_weights_are_readable_as_two(tmp_path):
-    embed, head = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
-    head.weight = embed.weight
-    ds.write_target_weights(tmp_path, embed, head, torch.float32)
-    read_embed, read_head = ds.read_target_weight_modules(tmp_path)
-    assert read_embed.weight.dtype == read_head.weight.dtype == torch.float32
-    assert torch.equal(read_embed.weight, embed.weight)
-    assert torch.equal(read_head.weight, embed.weight)
+    head.weight = embed.weight if tied else head.weight
+    ds.write_target_weights(tmp_path, embed, head, dtype)
+    for read, weight in zip(ds.read_target_weight_modules(tmp_path), (embed.weight, head.weight), strict=True):
+        assert read.weight.dtype == dtype
+        assert torch.equal(read.weight, weight.detach().to(dtype))
 
 
 def test_existing_shards_are_the_committed_ones(tmp_path):
@@ -142,25 +134,10 @@ def test_a_manifest_has_the_18_fields_and_comes_back_with_bookkeeping(tmp_path):
 
 
 def test_mismatching_fields_are_sorted_and_leave_out_bookkeeping_and_names_beside_digests():
-    recorded: dict[str, JsonValue] = {
-        "shuffle_seed": 42,
-        "seq_length": 4,
-        "train_data_path": "a",
-        "target_model": "b",
-        "source": {"type": "chat"},
-        "target_weights": "c",
-        "train_split": None,
-    }
-    new: dict[str, JsonValue] = {
-        "shuffle_seed": 7,
-        "seq_length": 8,
-        "train_data_path": "c",
-        "target_model": "d",
-        "source": {"type": "chat"},
-        "target_weights": "c",
-        "complete": True,
-    }
-    assert ds.manifest_mismatch_fields(recorded, new) == ["seq_length", "shuffle_seed"]
+    ours: dict[str, JsonValue] = {"source": {"type": "chat"}, "target_weights": "c"}
+    recorded = {**ours, "shuffle_seed": 42, "seq_length": 4, "train_data_path": "a", "target_model": "b"}
+    new = {**ours, "shuffle_seed": 7, "seq_length": 8, "train_data_path": "c", "target_model": "d", "complete": True}
+    assert ds.manifest_mismatch_fields({**recorded, "train_split": None}, new) == ["seq_length", "shuffle_seed"]
 
 
 def test_a_manifest_from_before_a_field_equals_one_with_its_default_in_identity_and_in_comparison(tmp_path):

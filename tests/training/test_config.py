@@ -16,18 +16,6 @@ def test_a_file_fills_the_settings_and_a_flag_wins(tmp_path):
     assert (config.block_size, config.num_anchors, config.markov_rank, config.draft_layers) == (7, 512, 256, 5)
 
 
-def test_an_unknown_key_suggests_the_nearest(tmp_path):
-    path = tmp_path / "train.yaml"
-    path.write_text("learning_rte: 1\n")
-    with pytest.raises(ValueError, match="unknown setting 'learning_rte'; the nearest known one is 'learning_rate'"):
-        parse_arguments(["-c", str(path)])
-
-
-def test_the_mask_token_must_be_given():
-    with pytest.raises(ValueError, match="required but not given: --mask-token-id"):
-        parse_arguments(["--output-dir", "run"])
-
-
 @pytest.mark.parametrize(
     ("more", "named"),
     [

@@ -46,6 +46,7 @@ def test_of_two_trainings_that_start_together_one_trains_to_its_end(store, tmp_p
     texts = [job.communicate()[1] for job in jobs]
     assert sorted(job.returncode for job in jobs) == [0, 2, 2]
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 31))
+    assert not (tmp_path / "run" / LOCK_KEY).exists()
     for job, text in zip(jobs, texts, strict=True):
         (line,) = errors(text) if job.returncode else ("is being written by process",)
         assert re.search(r"is being written by process|has checkpoints: pass --resume", line)
@@ -97,7 +98,3 @@ def test_a_checkpoint_that_was_being_written_when_the_lock_was_lost_does_not_app
 def test_a_training_that_is_refused_leaves_no_folder(store, tmp_path):
     assert main(flags(tmp_path / "new" / "run", "--store", store, "--mask-token-id", 288)) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_training_leaves_no_lock(store, tmp_path):
-    assert not (run(tmp_path / "run", "--store", store, "--max-steps", 1) / LOCK_KEY).exists()
