@@ -39,7 +39,7 @@ bench: $(VENV)/dev.stamp ## measure chunk sizes, reading and writing beside the 
 		--input-data $(DEMO)/messages.jsonl --output-dir $(BENCH)/fp32 --dtype fp32 --seq-length 512 \
 		--batch-size 4 --shard-size 16 --max-samples 32 --resume
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.chunk_sizes --store $(DEMO)/store --sweep --out $(BENCH)
-	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders --samples 48 --json $(BENCH)/loaders_synthetic.json
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders --json $(BENCH)/loaders_synthetic.json
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loaders --store $(DEMO)/store --samples 80 --json $(BENCH)/loaders_real.json
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.writers --json $(BENCH)/writers.json
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.loader_scale --json $(BENCH)/loader_scale.json

@@ -5,9 +5,9 @@ They follow the public descriptions of the peers' layouts and access patterns, n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from safetensors.torch import save_file
 
 from benchmarks.costs import spread
 from benchmarks.samples import Samples
-from benchmarks.storage import RateLimit, distinct_files
 from benchmarks.tables import Column, PeerComparison, Table
-from dspark_store import CACHE_KEYS, Cache
-from dspark_store.readers.tensors import Layout
+from dspark_store import CACHE_KEYS, Cache, open_cache
 
 type Batch = dict[str, Any]
 
@@ -39,8 +37,8 @@ PIPELINES = {
 class Contender:
     """One way to keep and read samples.
 
-    ``batch`` returns the four keys of some samples, each with a first axis of the batch; ``stored_bytes`` what samples
-    take on storage; ``close`` lets go of files.
+    ``batch`` returns the four keys of some samples, each with a first axis of the batch; ``stored_bytes`` what is read
+    for samples; ``close`` lets go of files.
     """
 
     name: str
@@ -50,22 +48,12 @@ class Contender:
     close: Callable[[], None]
 
 
-def ours(name: str, cache: Cache, layout: Layout) -> Contender:
-    """Return this project's reader, into one batch's memory that is used again."""
-    reused: dict[str, torch.Tensor] = {}
-    files = Path(str(getattr(cache.storage, "root", "")))
-
-    def batch(samples: Sequence[int]) -> Batch:
-        out = reused if reused and len(reused[IDS]) == len(samples) else None
-        reused.update(cache.read(samples, layout=layout, out=out))
-        return reused
-
-    return Contender(name, files, batch, _mean_bytes(cache, files), cache.close)
-
-
 def _mean_bytes(cache: Cache, files: Path) -> Callable[[Sequence[int]], int]:
-    """Return what some samples take: the mean over the store, since samples compress alike."""
-    total = sum(distinct_files(files, "*/c.*").values())
+    """Return what reading some samples takes: the mean over the store, since samples compress alike.
+
+    An object of two names counts twice, since a reader of arrays asks for both.
+    """
+    total = sum(path.stat().st_size for path in files.glob("*/c.*"))
     return lambda samples: round(total * len(samples) / len(cache))
 
 
@@ -139,53 +127,37 @@ def _pad(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, length - len(values)))
 
 
-def limited(contender: Contender, limit: RateLimit) -> Contender:
-    """Return a contender whose bytes come over a line while it works on them in memory.
-
-    That is the best that it could do: all of its work behind its reading, and a batch is there when both are over.
-    """
-
-    def batch(samples: Sequence[int]) -> Batch:
-        arrives = limit.reserve(contender.stored_bytes(samples))
-        made = contender.batch(samples)
-        limit.wait(arrives)
-        return made
-
-    return replace(contender, batch=batch)
-
-
 def _other_reader(
-    name: str, cache: Cache, files: Path, opened: Callable[[Path], Any], read: Callable[[Any, Sequence[int]], Any]
+    name: str, store: Path, opened: Callable[[Path], Any], read: Callable[[Any, Sequence[int]], Any]
 ) -> Contender:
     """Return our store through another implementation, whose arrays are opened when they are first read."""
     arrays: dict[str, Any] = {}
 
     def batch(samples: Sequence[int]) -> Batch:
         if not arrays:
-            arrays.update({key: opened(files / key) for key in CACHE_KEYS})
+            arrays.update({key: opened(store / key) for key in CACHE_KEYS})
         return {key: read(array, samples) for key, array in arrays.items()}
 
-    return Contender(name, files, batch, _mean_bytes(cache, files), arrays.clear)
+    return Contender(name, store, batch, _mean_bytes(open_cache(store), store), arrays.clear)
 
 
-def zarr_python(name: str, cache: Cache, files: Path, pipeline: str) -> Contender:
-    """Return our store through zarr-python, with one of its codec pipelines."""
+def zarr_python(name: str, store: Path) -> Contender:
+    """Return our store through zarr-python, with the codec pipeline of this name."""
     reader = _other_reader(
         name,
-        cache,
-        files,
+        store,
         lambda path: zarr.open_array(path, mode="r"),
         lambda array, samples: array.oindex[sorted(samples)],
     )
 
     def batch(samples: Sequence[int]) -> Batch:
-        with zarr.config.set({"codec_pipeline.path": pipeline}):
+        with zarr.config.set({"codec_pipeline.path": PIPELINES[name]}):
             return reader.batch(samples)
 
     return replace(reader, batch=batch)
 
 
-def tensorstore_reader(cache: Cache, files: Path) -> Contender:
+def tensorstore_reader(store: Path) -> Contender:
     """Return our store through TensorStore."""
     import tensorstore
 
@@ -196,26 +168,15 @@ def tensorstore_reader(cache: Cache, files: Path) -> Contender:
     def read(array: Any, samples: Sequence[int]) -> np.ndarray:  # noqa: ANN401 - as above
         return np.stack([future.result() for future in [array[sample].read() for sample in samples]])
 
-    return _other_reader("TensorStore", cache, files, opened, read)
+    return _other_reader("TensorStore", store, opened, read)
 
 
-def dask_reader(cache: Cache, files: Path) -> Contender:
-    """Return our store through dask's own Zarr reader."""
-    import dask.array
-
-    da: Any = dask.array  # it is annotated in part
-
-    def opened(path: Path) -> Any:  # noqa: ANN401 - dask leaves it open
-        chunk = json.loads((path / "zarr.json").read_text())["codecs"][0]["configuration"]["chunk_shape"]
-        return da.from_zarr(zarr.open_array(path, mode="r"), chunks=tuple(chunk))
-
-    return _other_reader(
-        "dask.array.from_zarr",
-        cache,
-        files,
-        opened,
-        lambda array, samples: array[list(samples)].compute(scheduler="threads"),
-    )
+READERS: tuple[Callable[[Path], Contender], ...] = (
+    partial(zarr_python, "zarr-python, default pipeline"),
+    partial(zarr_python, "zarr-python, fused pipeline"),
+    tensorstore_reader,
+)
+"""The other readers of a store of ours."""
 
 
 def rate_table(

@@ -1,14 +1,16 @@
 """Every way to write ends with the same states on the disk, which the peers' own readers give back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import zarr
 from safetensors.torch import load_file
 
-from benchmarks.loaders import LAYERS, measure_cold, measure_limited, measure_writing, schema_of, write_stores
 from benchmarks.peer_writing import ways_to_write
 from benchmarks.peers import PIPELINES
+from benchmarks.reading import LAYERS, LINKS, measure_epochs, measure_writing, schema_of, write_stores
 from benchmarks.samples import synthetic_samples
 from benchmarks.storage import distinct_files
 from dspark_store import open_cache
@@ -67,15 +69,34 @@ def test_ragged_rows_are_as_large_as_what_they_hold(samples, ways, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_peer_is_timed_writing_cold_and_behind_a_line(samples, tmp_path):
-    tables = [measure_writing(samples, tmp_path, 1, "writing")]
-    stores = write_stores(samples, tmp_path)
-    tables.append(measure_cold(samples, tmp_path, stores, 1, "cold"))
-    tables.append(measure_limited(samples, tmp_path, stores, 1, 1e9, "limited"))
-    for table in tables:
-        names = {str(row[0]) for row in table.rows}
-        assert sum(name.startswith("ours") for name in names) == 3
-        for peer in ("NeMo", "DeepSpec", "default pipeline", "fused", "zarrs", "TensorStore", "dask"):
-            assert any(peer in name for name in names), peer
-        assert len(table.comparisons) == 3 * (len(names) - 3)
-        assert all(float(row[1] or 0) > 0 for row in table.rows)
+def test_every_peer_is_timed_writing(samples, tmp_path):
+    table = measure_writing(samples, tmp_path, 1, "writing")
+    names = {str(row[0]) for row in table.rows}
+    for peer in ("NeMo", "DeepSpec", "default pipeline", "fused", "zarrs", "TensorStore", "dask"):
+        assert any(peer in name for name in names), peer
+    assert len(table.comparisons) == 2 * (len(names) - 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_epochs_stand_beside_every_reader_and_bound_over_every_link(samples, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.reading.LINKS", tuple(replace(link, epochs=1) for link in LINKS))
+    table = measure_epochs(samples, tmp_path, write_stores(samples, tmp_path), 1, "small")
+    assert {(row[0], row[1]) for row in table.rows} == {(link.name, of) for link in LINKS for of in ("none", "default")}
+    for link in LINKS:
+        found = [str(row[2]) for row in table.rows if row[0] == link.name]
+        for peer in (
+            "NeMo",
+            "DeepSpec",
+            "default pipeline",
+            "fused",
+            "TensorStore",
+            "ours, flat",
+            "requests alone, flat",
+        ):
+            assert any(peer in name for name in found), (link, peer)
+    warm = {(row[1], row[2]) for row in table.rows if row[0] == "warm"}
+    assert {("default", "decode alone"), ("none", "copy alone, stacked"), ("none", "ours, stacked")} <= warm
+    against = {(one.where, one.ours, one.peer) for one in table.comparisons}
+    assert ("small, epochs, cold", "ours, flat, codec default", "TensorStore") in against
+    assert ("small, epochs, warm", "ours, stacked, codec none", "safetensors, slice and stack (NeMo)") in against
+    assert all(float(row[3] or 0) > 0 for row in table.rows)

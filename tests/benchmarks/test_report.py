@@ -1,13 +1,14 @@
 """Tables, outcomes, and the page that is made of them."""
 
 import re
+import tomllib
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.loader_scale import scale_table
 from benchmarks.peers import rate_table
-from benchmarks.report import TEMPLATE, losses, main, read_outcomes, render
+from benchmarks.report import REASONS, TEMPLATE, UNKNOWN, losses, main, read_outcomes, reason_of, render
 from benchmarks.samples import synthetic_samples
 from benchmarks.tables import Column, Machine, Outcome, PeerComparison, Recorder, Table, load_outcome, this_machine
 
@@ -142,3 +143,22 @@ def test_cells_are_shown_as_their_column_says():
     assert [column.text(cell) for cell in (1234.56, "text", None, True, False)] == ["1,234.6", "text", "", "yes", ""]
     with pytest.raises(ValueError, match="a row of 2"):
         Table("title", (column,), ((1, 2),))
+
+
+def test_a_section_that_was_not_measured_anew_stays_with_its_losses(outcomes):
+    page = render(outcomes)
+    (loaders,) = (outcome for outcome in outcomes if outcome.benchmark == "loaders")
+    table = replace(loaders.tables[0], comparisons=(PeerComparison("in", "ours", "theirs", 0.5),))
+    again = render([replace(loaders, tables=(table,))], page)
+    for heading in ("Choosing chunk sizes", "Scale", "Later"):
+        assert again.count(f"## {heading}\n") == 1
+    lost = again.split("## Where we lose")[1]
+    assert "draw an epoch's order" in lost
+    assert lost.count("\n| Reading and writing beside the peers |") == 1
+    assert render(outcomes, again) == page
+
+
+def test_a_comparison_that_is_lost_has_its_reason_or_says_that_none_is_known():
+    assert "decoder" in reason_of(PeerComparison("H=8, epochs, warm", "ours, flat, codec default", "x (NeMo)", 0.5))
+    assert reason_of(PeerComparison("elsewhere", "ours", "theirs", 0.5)) == UNKNOWN
+    assert not re.search(r"\d", " ".join(reason["because"] for reason in tomllib.loads(REASONS.read_text())["reason"]))
