@@ -275,12 +275,6 @@ def test_a_rank_that_left_well_is_not_taken_for_dead(elsewhere, keys):
         watch.pause(1.1)
 
 
-def test_a_watch_leaves_well(keys):
-    with Watch(1, 2, keys, QUICK):
-        pass
-    assert keys.get("left/1") == "1"
-
-
 class Broken(Keys):
     """Keys whose store goes away, or never answers again."""
 
@@ -355,7 +349,7 @@ def test_the_first_reason_counts():
         assert ends_with(watch, "first").exit_code == 3
 
 
-def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler():
+def test_a_watch_leaves_well_and_no_thread_no_descriptor_and_no_handler(keys):
     def handler(number, frame):
         pass
 
@@ -365,9 +359,12 @@ def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler():
     old_wakeup = signal.set_wakeup_fd(one.fileno())
     try:
         before = leftovers()
-        for keys in (None, Keys()):
-            with Watch(0, 2 if keys else 1, keys, QUICK):
+        for size, shared in ((1, None), (2, keys)):
+            with Watch(0, size, shared, QUICK):
                 assert signal.getsignal(signal.SIGTERM) is not handler
+        assert keys.get("left/0") == "1"
+        with pytest.raises(KeyError), Watch(0, 1, None):
+            raise KeyError
         assert leftovers() == before
         assert signal.getsignal(signal.SIGTERM) is handler
         assert signal.set_wakeup_fd(-1) == one.fileno()
@@ -376,14 +373,6 @@ def test_a_watch_leaves_no_thread_no_descriptor_and_no_handler():
         signal.set_wakeup_fd(old_wakeup)
         one.close()
         other.close()
-
-
-def test_an_error_of_a_rank_alone_leaves_nothing_either():
-    before, handler = leftovers(), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyError), Watch(0, 1, None):
-        raise KeyError
-    assert leftovers() == before
-    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_off_the_main_thread_a_watch_works_and_leaves_signals_alone():
