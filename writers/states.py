@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.codecs import EncodedChunk, Plain
-from dspark_store.format.dtypes import all_finite, bits_tensor, tensor_bits
+from dspark_store.format.dtypes import all_finite, bits_tensor, round_mantissa, tensor_bits
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StateObject, StoreSchema
@@ -173,17 +173,19 @@ class StateShardWriter:
     def _encode_chunk(self, piece: torch.Tensor) -> tuple[EncodedChunk, bool]:
         """Check and encode the positions of one chunk, all while the processor's cache holds it.
 
-        A whole chunk in the cache dtype is encoded where it lies. Any other is cast into a buffer (T, H), the rest of
-        it the fill value. Whether the states are finite is returned with it.
+        A whole chunk in the cache dtype is encoded where it lies. Any other is cast into a buffer (T, H), and rounded
+        if the store is, the rest of it the fill value. Whether the states are finite is returned with it.
         """
         schema, buffers = self._schema, self._pipeline.buffers
         whole = len(piece) == schema.chunk_tokens and piece.dtype == schema.dtype.torch_dtype and piece.is_contiguous()
-        if whole and self._compressed:
+        if whole and self._compressed and schema.mantissa_bits is None:
             bits = tensor_bits(piece)
             return self._chain.encode(bits.view(schema.dtype.stored)), all_finite(bits, schema.dtype)
         buffer = buffers.acquire(self._chunk_bytes)
         bits = buffer.view(schema.dtype.bits).reshape(schema.chunk_tokens, schema.hidden_size)
         bits_tensor(bits, schema.dtype.torch_dtype)[: len(piece)].copy_(piece)
+        if schema.mantissa_bits is not None:
+            round_mantissa(bits[: len(piece)], schema.mantissa_bits)
         bits[len(piece) :] = schema.dtype.fill_bits
         finite = all_finite(bits[: len(piece)], schema.dtype)
         encoded = self._chain.encode(bits.view(schema.dtype.stored))

@@ -55,7 +55,7 @@ def _lines(found: StoreComparison, a: Cache, b: Cache) -> Iterator[str]:
     for name, cache in (("A", a), ("B", b)):
         phase = "complete" if cache.record.complete else f"{len(cache.index.committed())} shards committed"
         layers = " ".join(map(str, cache.layer_ids))
-        yield f"{name}         {len(cache):,} samples, layers {layers}, {cache.schema.dtype.name}, {phase}"
+        yield f"{name}         {len(cache):,} samples, layers {layers}, {cache.schema.values}, {phase}"
     yield from _field_lines("identity", found.metadata.identity)
     yield from _field_lines("layout", found.metadata.layout)
     yield from _field_lines("recorded", found.metadata.recorded)

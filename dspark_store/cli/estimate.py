@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dspark_store.inspection.estimate.forecast import Forecast
 
 MEASURED_ROWS = 32
-_OF_A_STORE = ("codec", "chunk_tokens", "target_layer_ids", "tokens_per_second")
+_OF_A_STORE = ("codec", "mantissa_bits", "chunk_tokens", "target_layer_ids", "tokens_per_second")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +90,7 @@ def _of_store(given: argparse.Namespace) -> Forecast:
     cache = open_cache(given.store, allow_incomplete=True, allow_reduced_depth=True)
     choice = StoreChoice(
         codec=given.codec,
+        mantissa_bits=given.mantissa_bits,
         chunk_tokens=given.chunk_tokens,
         layer_ids=given.target_layer_ids,
         tokens_per_second=given.tokens_per_second,
@@ -110,7 +111,7 @@ def _lines(forecast: Forecast) -> Iterator[str]:
     exact = f"{before:,} bytes = {size_text(before)}"
     yield f"states, exact      {exact} before compression ({len(states)} vectors per token)"
     yield (
-        f"states, expected   {_size(chosen.states)} as {chosen.variant.dtype}, codec {chosen.variant.codec}, "
+        f"states, expected   {_size(chosen.states)} as {chosen.schema.values}, codec {chosen.variant.codec}, "
         f"{chosen.schema.chunk_tokens} tokens per chunk"
     )
     yield f"tables             {_size(chosen.tables.stored)}: the target's embedding and head"
@@ -147,10 +148,10 @@ def _ratio(forecast: Forecast, part: PartEstimate) -> float | None:
 
 
 def _variant_lines(forecast: Forecast) -> Iterator[str]:
-    dtypes = list(dict.fromkeys(variant.dtype for variant in forecast.stores))
+    dtypes = list(dict.fromkeys(variant.values for variant in forecast.stores))
     yield f"{'the whole store, by codec':34} " + "  ".join(f"{dtype:>10}" for dtype in dtypes)
     for codec in dict.fromkeys(variant.codec for variant in forecast.stores):
-        totals = {variant.dtype: found.total for variant, found in forecast.stores.items() if variant.codec == codec}
+        totals = {variant.values: found.total for variant, found in forecast.stores.items() if variant.codec == codec}
         yield f"{codec:34} " + "  ".join(f"{size_text(totals[dtype].expected):>10}" for dtype in dtypes)
 
 
@@ -207,13 +208,13 @@ def _document(forecast: Forecast) -> dict[str, JsonValue]:
         "basis": forecast.basis,
         "codec": chosen.variant.codec,
         "dtype": chosen.variant.dtype,
+        "mantissa_bits": chosen.variant.mantissa_bits,
         "chunk_tokens": chosen.schema.chunk_tokens,
         "store_bytes": _range(chosen.total),
         "state_bytes": _range(chosen.states),
         "parts": [_part_document(part, forecast) for part in (*chosen.columns, chosen.tables)],
         "variants": [
-            {"codec": variant.codec, "dtype": variant.dtype, "store_bytes": _range(found.total)}
-            for variant, found in forecast.stores.items()
+            {**variant._asdict(), "store_bytes": _range(found.total)} for variant, found in forecast.stores.items()
         ],
         "elsewhere_bytes": {name.replace(",", "").replace(" ", "_"): n for name, n in _elsewhere(forecast).items()},
         "free_bytes": forecast.free,

@@ -164,7 +164,7 @@ def _layers(summary: Summary) -> str:
     layout = summary.layout
     ids = ", ".join(map(str, layout.layer_ids)) if layout.layer_ids else f"{layout.num_layers}, not named yet"
     chunk = f"chunks of {layout.chunk_tokens:,} tokens"
-    return f"{ids}; {layout.hidden_size:,} wide, {layout.dtype}, codec {layout.codec}, {chunk}"
+    return f"{ids}; {layout.hidden_size:,} wide, {layout.values}, codec {layout.codec}, {chunk}"
 
 
 def _columns(summary: Summary, colours: Colours) -> Iterator[str]:

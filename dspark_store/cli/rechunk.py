@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", type=int, help="T, the positions of a chunk; the source's otherwise")
     parser.add_argument("--shard-size", type=int, help="R, the samples of a shard; the source's otherwise")
     parser.add_argument("--layers", type=int, nargs="+", help="captured layers to keep, by id; all otherwise")
+    parser.add_argument(
+        "--mantissa-bits", type=int, metavar="N", help="lossy: round bf16 states to N of their 7 mantissa bits, 1 to 6"
+    )
     add_worker_arguments(parser, "that copy a shard each")
     parser.add_argument("--take-over", action="store_true", help="push aside another job that is writing the copy")
 
@@ -34,7 +37,7 @@ def run(given: argparse.Namespace) -> int:
     from dspark_store.inspection.rechunk import rechunk
     from dspark_store.readers.cache import open_cache
 
-    settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers)
+    settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers, given.mantissa_bits)
     try:
         copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
     except DamagedStoreError as error:
@@ -55,6 +58,7 @@ def _tells(cache: Cache) -> str:
 
     stored = stored_bytes(cache)
     return (
-        f"{size_text(stored)}, {of_rows_text(schema, int(cache.lengths.sum()), stored)} ({schema.codec}, "
-        f"{schema.chunk_tokens} tokens per chunk, {schema.shard_size} samples per shard, {schema.num_layers} layers)"
+        f"{size_text(stored)}, {of_rows_text(schema, int(cache.lengths.sum()), stored)} ({schema.values}, "
+        f"{schema.codec}, {schema.chunk_tokens} tokens per chunk, {schema.shard_size} samples per shard, "
+        f"{schema.num_layers} layers)"
     )

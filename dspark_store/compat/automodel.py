@@ -299,6 +299,7 @@ def _record_for_manifest(storage: Storage, manifest: Mapping[str, JsonValue]) ->
     schema = StoreSchema(
         number["num_samples"], number["shard_size"], seq, width, len(layer_ids), layer_ids, dtype, _CODEC, tokens
     )
+    schema = replace(schema, mantissa_bits=cast("int | None", manifest.get("mantissa_bits")))
     record = _existing(storage)
     if record is None:
         return StoreRecord(identity_digest(manifest), schema, manifest=manifest)

@@ -98,6 +98,28 @@ def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
     return int(positive) < dtype.infinity_bits and int(any_sign) < sign | dtype.infinity_bits
 
 
+def round_mantissa(bits: np.ndarray, kept: int) -> None:
+    """Round bf16 values, given as their bits, in place to ``kept`` of 7 mantissa bits: to nearest, ties to even.
+
+    No finite value becomes infinite: above the largest number that has so few bits is that number. What is not finite
+    stays as it is.
+    """
+    step = 1 << (7 - kept)
+    magnitudes = bits & np.uint16(0x7FFF)
+    odd = (magnitudes >> np.uint16(7 - kept)) & np.uint16(1)
+    rounded = (magnitudes + (odd + np.uint16(step // 2 - 1))) & np.uint16(0x8000 - step)
+    np.minimum(rounded, np.uint16(0x7F80 - step), out=rounded)
+    np.copyto(bits, (bits & np.uint16(0x8000)) | rounded, where=magnitudes < 0x7F80)
+
+
+def rounded_states(states: torch.Tensor, kept: int | None) -> torch.Tensor:
+    """Return bf16 states on the CPU rounded by `round_mantissa`; the same tensor where ``kept`` is None."""
+    if kept is not None:
+        states = states.clone()
+        round_mantissa(tensor_bits(states), kept)
+    return states
+
+
 def bits_tensor(bits: np.ndarray, torch_dtype: torch.dtype) -> torch.Tensor:
     """View an array of stored states (bits, float16 or float32) as a tensor of ``torch_dtype``, without a copy."""
     import torch

@@ -40,7 +40,7 @@ SETTLED_FIELDS = frozenset({"num_samples"})
 _MANIFEST_COUNTS = (
     *("target_vocab_size", "hidden_size", "num_hidden_layers", "seq_length", "num_samples", "shard_size"),
     *("target_hidden_dim", "target_last_hidden_dim", "batch_size", "batch_tokens", "chunk_tokens"),
-    "target_num_hidden_layers_full",
+    *("target_num_hidden_layers_full", "mantissa_bits"),
 )
 _MANIFEST_TEXTS = (
     *("target_model", "target_model_type", "dtype", "train_data_path", "train_split", "chat_template_sha256"),
@@ -283,6 +283,10 @@ def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord
 
 def _parse(fields: JsonFields) -> StoreRecord:
     schema = parse_layout(fields.table("layout"))
+    manifest = _parse_manifest(JsonFields(fields.table("manifest"), "manifest"))
+    if manifest and manifest.get("mantissa_bits") != schema.mantissa_bits:
+        kept = shown(manifest.get("mantissa_bits"))
+        raise DamagedStoreError(f"{fields.where}: mantissa_bits is {schema.mantissa_bits}, that of the manifest {kept}")
     fields.flag("complete")
     if fields.has("semantics"):
         fields.table("semantics")
@@ -294,7 +298,7 @@ def _parse(fields: JsonFields) -> StoreRecord:
         schema=schema,
         phase=_parse_phase(fields),
         declared_complete=fields.flag("declared_complete"),
-        manifest=_parse_manifest(JsonFields(fields.table("manifest"), "manifest")),
+        manifest=manifest,
         target_config=None if fields.is_null("target_config") else fields.table("target_config"),
         head=_parse_head(JsonFields(fields.table("head"), "head")),
         producers=tuple(producers),

@@ -124,7 +124,7 @@ class StoreSchema:
     ``num_layers`` captured layers of ``hidden_size`` features; ``layer_ids`` names them, and is empty until a manifest
     does; ``chunk_tokens`` positions a chunk of a state column; ``codec`` a preset. ``sources`` names the parts of a
     blend, in the order of their numbers, where there are two or more: only then does the store say which part each
-    sample came from.
+    sample came from. ``mantissa_bits`` of 7 are kept of bf16 states, all where it is None.
     """
 
     num_samples: int
@@ -137,12 +137,15 @@ class StoreSchema:
     codec: str
     chunk_tokens: int
     sources: tuple[str, ...] = ()
+    mantissa_bits: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.sources) == 1 or len(self.sources) > SOURCE_FILL:
             raise ValueError(f"a store has no or 2 to {SOURCE_FILL} named sources, got {len(self.sources)}")
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"the sources of a store must have different names, got {', '.join(self.sources)}")
+        if self.mantissa_bits is not None and not (1 <= self.mantissa_bits <= 6 and self.dtype.name == "bf16"):
+            raise ValueError(f"mantissa_bits must be 1 to 6 of bf16, got {self.mantissa_bits} of {self.dtype.name}")
         self._check_bounds()
 
     def _check_bounds(self) -> None:
@@ -197,7 +200,13 @@ class StoreSchema:
         """Return the schema as the attribute ``layout``."""
         layout = {each.name: getattr(self, each.name) for each in fields(self)}
         layout |= {"layer_ids": list(self.layer_ids), "dtype": self.dtype.name, "sources": list(self.sources)}
-        return {name: value for name, value in layout.items() if name != "sources" or value}
+        return {name: value for name, value in layout.items() if value or name not in ("sources", "mantissa_bits")}
+
+    @property
+    def values(self) -> str:
+        """What the values of states are, in words."""
+        kept = self.mantissa_bits
+        return self.dtype.name if kept is None else f"{self.dtype.name} rounded to {kept} of 7 mantissa bits (lossy)"
 
     def settled(self, num_samples: int) -> StoreSchema:
         """Return the schema with its final number of samples."""
@@ -286,6 +295,7 @@ def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
         codec=codec,
         chunk_tokens=given.count("chunk_tokens", 1),
         sources=given.texts("sources") if given.has("sources") else (),
+        mantissa_bits=given.count("mantissa_bits", 1, 6) if given.has("mantissa_bits") else None,
     )
 
 

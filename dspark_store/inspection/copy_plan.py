@@ -21,7 +21,7 @@ from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.readers.cache import Cache
 from dspark_store.text import size_text
 
-_SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids")
+_SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids", "mantissa_bits")
 _NO_LAYER = -2  # below the embedding's
 _CHUNK_BYTES = 20  # of an object's trailer and index, for every chunk that it has room for
 _TOKEN_BYTES = 5  # an id and its mask
@@ -38,6 +38,7 @@ class CopySettings:
     chunk_tokens: int | None = None
     shard_size: int | None = None
     layers: Sequence[int] | None = None
+    mantissa_bits: int | None = None
 
 
 def copy_record(source: StoreRecord, seal: str, settings: CopySettings) -> StoreRecord:
@@ -77,6 +78,12 @@ def _copy_schema(old: StoreSchema, settings: CopySettings) -> StoreSchema:
     layers = tuple(layer for layer in old.layer_ids if layer in asked)
     if not layers:
         raise ValueError("layers must be one or more, got none")
+    kept = settings.mantissa_bits
+    if kept is not None and old.mantissa_bits not in (None, kept):
+        raise ValueError(
+            f"mantissa-bits {kept} of a source that is rounded to {old.mantissa_bits} already would round twice: copy "
+            "from the store that it was made from"
+        )
     codec = settings.codec or old.codec
     chunk_tokens = old.chunk_tokens
     if settings.chunk_tokens is not None:
@@ -92,6 +99,7 @@ def _copy_schema(old: StoreSchema, settings: CopySettings) -> StoreSchema:
         shard_size=old.shard_size if settings.shard_size is None else settings.shard_size,
         layer_ids=layers,
         num_layers=len(layers),
+        mantissa_bits=kept or old.mantissa_bits,
     )
     schema.columns()  # refuses sizes below 1, and a codec whose package is missing
     return schema
@@ -106,7 +114,8 @@ def _changed_fields(manifest: Mapping[str, JsonValue], old: StoreSchema, new: St
         fields["target_layer_ids"] = list(new.layer_ids)
         fields["target_hidden_dim"] = new.num_layers * new.hidden_size
     fields |= {"codec": new.codec, "chunk_tokens": new.chunk_tokens}
-    return {name: value for name, value in fields.items() if name in manifest}
+    fields = {name: value for name, value in fields.items() if name in manifest}
+    return fields if new.mantissa_bits is None else {**fields, "mantissa_bits": new.mantissa_bits}
 
 
 def begun_copy(destination: LocalStorage, wanted: StoreRecord) -> StoreRecord | None:
@@ -180,7 +189,7 @@ class CopySize:
     def _state_bytes(self, shards: Sequence[int]) -> int:
         schema, old = self.record.schema, self.source.schema
         lengths, last_layer = self._lengths(shards), _last_layer(self.record)
-        if schema.codec == old.codec != "none":
+        if schema.codec == old.codec != "none" and schema.mantissa_bits == old.mantissa_bits:
             everything = max(1, ragged_bytes(old, last_layer, int(self.source.lengths.sum())))
             return _source_state_bytes(self.source) * self.raw(shards) // everything
         return round(stored_range(schema, last_layer, Volume.of(schema, lengths, lengths))[1])

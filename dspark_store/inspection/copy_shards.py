@@ -16,12 +16,12 @@ import torch
 from crc32c import crc32c
 
 from dspark_store.format.damage import DamagedStoreError
-from dspark_store.format.dtypes import tensor_bits
+from dspark_store.format.dtypes import rounded_states, tensor_bits
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_seal
 from dspark_store.format.objects import Expected, StoredObject, open_object
-from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, NO_RECORD, TOKEN_OBJECTS, StateObject
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, NO_RECORD, TOKEN_OBJECTS, StateObject, StoreSchema
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.format.token_shards import TokenRows, shard_digest
@@ -142,7 +142,7 @@ def copy_states(task: CopyTask, shard: int) -> int:
         )
         try:
             with naming_source(task.source):
-                checksums = _fill(source, writer, samples, layer_ids)
+                checksums = _fill(source, writer, samples, record.schema)
                 writer.drain()
                 _check_status(source, samples, writer.nonfinite_rows(), layer_ids)
             if destination.exists(key):
@@ -178,13 +178,15 @@ def _check_labels(source: Cache, samples: range, layer_ids: Sequence[int]) -> No
             open_object(source.storage, item.key(shard), source.schema.states, expected).reader.close()
 
 
-def _fill(source: Cache, writer: StateShardWriter, samples: range, layer_ids: Sequence[int]) -> np.ndarray:
-    """Give every row to the writer; return the checksums of what was given, (rows, K + 1) uint32."""
-    checksums = np.zeros((len(samples), len(layer_ids) + 1), np.uint32)
+def _fill(source: Cache, writer: StateShardWriter, samples: range, schema: StoreSchema) -> np.ndarray:
+    """Give every row to the writer, as the copy is to have it; return the checksums of that, (rows, K + 1) uint32."""
+    checksums = np.zeros((len(samples), schema.num_layers + 1), np.uint32)
     for row, sample in enumerate(samples):
         valid = slice(0, int(source.lengths[sample]))
-        batch = source.read([sample], columns=(LAYERS, LAST), layers=layer_ids, positions=valid, layout="stacked")
-        layers, last = list(batch[LAYERS][0]), batch[LAST][0]
+        batch = source.read(
+            [sample], columns=(LAYERS, LAST), layers=schema.layer_ids, positions=valid, layout="stacked"
+        )
+        *layers, last = (rounded_states(states, schema.mantissa_bits) for states in (*batch[LAYERS][0], batch[LAST][0]))
         checksums[row] = [_checksum(states) for states in (*layers, last)]
         writer.add(row, layers, last)
     return checksums

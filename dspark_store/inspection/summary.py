@@ -54,6 +54,7 @@ class Layout:
     dtype: str
     codec: str
     chunk_tokens: int
+    values: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ def summarise(storage: LocalStorage) -> Summary:
             schema.dtype.name,
             schema.codec,
             schema.chunk_tokens,
+            schema.values,
         ),
         columns=columns,
         together=total_size("together", columns),

@@ -126,6 +126,7 @@ def plan_job(
         "attn_implementation": config.target_attn_implementation,
         "codec": schema.codec,
         "chunk_tokens": schema.chunk_tokens,
+        **({} if config.mantissa_bits is None else {"mantissa_bits": config.mantissa_bits}),
     }
     record = StoreRecord(
         identity_digest(identity), schema, manifest=identity, target_config=target_config_json(target.config)
@@ -236,6 +237,7 @@ def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: lis
         codec=config.codec,
         chunk_tokens=min(chunk_tokens, config.seq_length),
         sources=origins if len(origins) > 1 else (),
+        mantissa_bits=config.mantissa_bits,
     )
     schema.columns()  # a codec whose package is missing is refused here
     return schema

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from dspark_store.format.dtypes import rounded_states
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.token_shards import TokenRows
 from dspark_store.readers.cache import Cache
@@ -62,11 +63,12 @@ def _tokens(cache: Cache, samples: Sequence[int]) -> TokenRows:
 
 def _difference(cache: Cache, sample: int, fresh: Sequence[torch.Tensor]) -> float:
     batch = cache.read([sample], columns=(LAYERS, LAST), positions=slice(0, len(fresh[0])), layout="stacked")
-    stored = [*batch[LAYERS][0], batch[LAST][0]]
+    stored, kept = [*batch[LAYERS][0], batch[LAST][0]], cache.schema.mantissa_bits
+    cast = (rounded_states(new.to(cache.dtype).cpu().contiguous(), kept) for new in fresh)
     differences = [
         0.0
         if torch.equal(old.view(torch.uint8), new.view(torch.uint8))
         else float((old.double() - new.double()).abs().max())
-        for old, new in ((old, new.to(cache.dtype).cpu().contiguous()) for old, new in zip(stored, fresh, strict=True))
+        for old, new in zip(stored, cast, strict=True)
     ]
     return max(differences)

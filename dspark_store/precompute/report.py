@@ -167,7 +167,7 @@ def print_report(cache: Cache, report: CaptureReport) -> None:
         f"store    {len(cache):,} samples, {tokens:,} tokens (mean {tokens / max(1, len(cache)):.0f}), "
         f"{int(cache.supervised.sum()):,} supervised"
     )
-    say(f"layers   {list(cache.layer_ids)} as {cache.schema.dtype.name}, codec {cache.schema.codec}")
+    say(f"layers   {list(cache.layer_ids)} as {cache.schema.values}, codec {cache.schema.codec}")
     size, beside = (f"{size_text(count)}: {of_rows_text(cache.schema, tokens, count)}" for count in (stored, padded))
     say(f"size     {size} ({size_text(ragged)})", f"padded   {beside}, as safetensors")
     if unsupervised:

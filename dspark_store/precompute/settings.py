@@ -67,6 +67,14 @@ class PrecomputeConfig(ChatOptions):
         "store", "R, the samples of a shard, which is the unit of commit and resume", 256, least=1
     )
     dtype: str = setting("store", "dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
+    mantissa_bits: int | None = setting(
+        "store",
+        "lossy: round bf16 states to so many of their 7 mantissa bits, 1 to 6",
+        None,
+        type=int,
+        metavar="N",
+        least=1,
+    )
     device: str = setting("target", "where the target runs: cuda where there is one, else cpu", "", metavar="DEVICE")
     num_workers: int = setting("data", "processes that tokenise; 0 tokenises in this one", 0, least=0)
     split: str | None = setting("data", "a slice of the rows, name[a:b], taken after the shuffle", None)
@@ -156,6 +164,9 @@ class PrecomputeConfig(ChatOptions):
         check_settings(self)
         if self.batch_tokens is None and self.shard_size % self.batch_size:
             raise ValueError(f"shard-size {self.shard_size} is not a multiple of batch-size {self.batch_size}")
+        if self.mantissa_bits is not None and (self.mantissa_bits > 6 or self.dtype != "bf16"):
+            asked = f"mantissa-bits {self.mantissa_bits} of dtype {self.dtype}"
+            raise ValueError(f"{asked}: only bf16 states are rounded, to 1 to 6 bits")
         for name in _AXES if self.device_map is not None else ():
             if getattr(self, name) > 1:  # an fsdp_size of 0 shares nothing where there is one process
                 raise ValueError(

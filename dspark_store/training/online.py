@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from dspark_store.format.dtypes import rounded_states
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_metadata, write_metadata
@@ -104,6 +105,7 @@ class LiveReader(SpanReader):
             sources = [states.last] if name == LAST else [states.layers[slot] for slot in slots]
             for layer, source in enumerate(sources):
                 state = source[member, span.start : span.stop].to("cpu", self._cache.dtype)
+                state = rounded_states(state, self._cache.schema.mantissa_bits)
                 if name == LAYERS and tensor.dim() == 4:
                     tensor[span.batch, layer, place] = state
                 else:

@@ -27,7 +27,9 @@ def test_a_copy_is_made_under_the_settings_that_were_given(store, capsys):
     assert rechunk(store, "--codec", "none", "--chunk-tokens", 4, "--shard-size", 2, "--layers", 5, -1) == 0
     printed = capsys.readouterr().out
     assert "7 samples are copied, read back and compared" in printed
-    assert " of ragged bf16 rows of 3 vectors (none, 4 tokens per chunk, 2 samples per shard, 2 layers)" in printed
+    assert (
+        " of ragged bf16 rows of 3 vectors (bf16, none, 4 tokens per chunk, 2 samples per shard, 2 layers)" in printed
+    )
     assert assert_copied(store, store.parent / "copy", layers=(-1, 5)).schema.codec == "none"
 
 

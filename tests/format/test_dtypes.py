@@ -11,6 +11,8 @@ from dspark_store.format.dtypes import (
     bits_tensor,
     cache_dtype,
     cache_dtype_of,
+    round_mantissa,
+    rounded_states,
     tensor_bits,
 )
 
@@ -116,3 +118,36 @@ def test_a_negative_nan_is_not_finite_and_the_largest_numbers_are(dtype):
 @EVERY_DTYPE
 def test_no_values_are_all_finite(dtype):
     assert all_finite(np.empty((0, 4), dtype.bits), dtype)
+
+
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_bf16_is_rounded_to_the_nearest_of_the_numbers_with_so_few_bits_and_to_the_even_one_between_two(kept):
+    bits = np.arange(1 << 16, dtype="<u2")
+    step = 1 << (7 - kept)
+    rounded = bits.copy()
+    round_mantissa(rounded, kept)
+    values, after = (bits_tensor(each, torch.bfloat16).double().numpy() for each in (bits, rounded))
+    finite = np.isfinite(values)
+    assert np.array_equal(rounded[~finite], bits[~finite])
+    assert np.isfinite(after[finite]).all()
+    assert not (rounded[finite] % step).any()
+    below = bits[finite] & ~np.uint16(step - 1)  # the two neighbours that have so few bits; above the top is no other
+    top = (below & 0x7FFF) + step >= 0x7F80
+    above = np.where(top, below, below + np.uint16(step))
+    errors = [np.abs(bits_tensor(each, torch.bfloat16).double().numpy() - values[finite]) for each in (below, above)]
+    error = np.abs(after[finite] - values[finite])
+    assert np.array_equal(error, np.minimum(*errors))
+    tied = (errors[0] == errors[1]) & ~top
+    assert not (rounded[finite][tied] // step % 2).any()
+
+
+def test_rounding_keeps_the_largest_numbers_finite():
+    bits = np.array([0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7F81, 0xFFFF], "<u2")
+    round_mantissa(bits, 3)
+    assert bits.tolist() == [0x7F70, 0xFF70, 0x7F80, 0xFF80, 0x7F81, 0xFFFF]
+
+
+def test_states_that_are_not_to_be_rounded_are_the_same_tensor():
+    states = torch.randn(3, 4).bfloat16()
+    assert rounded_states(states, None) is states
+    assert rounded_states(states, 2) is not states

@@ -61,6 +61,14 @@ def test_another_name_of_the_target_is_but_a_warning(caplog):
     assert "'/elsewhere/target'" in caplog.text
 
 
+def test_a_store_that_is_rounded_is_told_to_be_lossy(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_manifest(MANIFEST, ExpectedStore())
+        assert not caplog.text
+        check_manifest({**MANIFEST, "mantissa_bits": 3}, ExpectedStore())
+    assert "rounded to 3 of 7 mantissa bits" in caplog.text
+
+
 def test_layers_may_be_a_subset_of_the_captured_ones():
     check_manifest(MANIFEST, ExpectedStore(layers=[5, 1]))
     with pytest.raises(ValueError, match="layer 2 was not captured"):

@@ -13,7 +13,7 @@ from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects, weight_bytes
 from dspark_store.inspection.estimate.corpus import Corpus
 from dspark_store.inspection.estimate.measurement import Measurement, Variant
-from dspark_store.precompute.estimate import COMPRESSION
+from dspark_store.precompute.estimate import COMPRESSION, expected_ratio
 from dspark_store.target.batches import BatchLimit, forward_cost
 
 TABLES = "target"
@@ -110,7 +110,7 @@ def estimate_store(
             stored = projected(measurement.sizes[variant][:, number], measurement.tokens, corpus)
         else:
             of_tokens = Bytes(before / 2, 0.0, before)
-            stored = of_tokens if name in (IDS, MASK) else Bytes.compressed(before, COMPRESSION[variant])
+            stored = of_tokens if name in (IDS, MASK) else Bytes.compressed(before, expected_ratio(schema))
         columns.append(PartEstimate(name, layer, before, stored))
     states = sum((part.stored for part in columns[2:]), nothing)
     if schema.codec != "none" and measurement is not None:
@@ -125,7 +125,7 @@ def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | No
     if measurement is not None:
         stored = measurement.tables[variant]
         return PartEstimate(TABLES, None, before if stored else 0, Bytes.exact(stored))
-    return PartEstimate(TABLES, None, before, Bytes.compressed(before, COMPRESSION.get(variant, (1.0, 1.0))))
+    return PartEstimate(TABLES, None, before, Bytes.compressed(before, COMPRESSION.get(variant[:2], (1.0, 1.0))))
 
 
 def projected(sizes: np.ndarray, tokens: np.ndarray, corpus: Corpus) -> Bytes:

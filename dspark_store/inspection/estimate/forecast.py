@@ -60,6 +60,7 @@ class StoreChoice:
     chunk_tokens: int | None = None
     layer_ids: Sequence[int] | None = None
     tokens_per_second: float | None = None
+    mantissa_bits: int | None = None
 
     def schema(self, cache: Cache) -> StoreSchema:
         """Return the store's schema, changed; ValueError for a layer that the store does not have."""
@@ -67,9 +68,14 @@ class StoreChoice:
         if self.layer_ids is not None:
             chosen_slots(schema, self.layer_ids)
             schema = replace(schema, layer_ids=tuple(self.layer_ids), num_layers=len(self.layer_ids))
-        if self.codec is None and self.chunk_tokens is None:
+        if schema.mantissa_bits is not None and self.mantissa_bits not in (None, schema.mantissa_bits):
+            raise ValueError(
+                f"the states of {cache.storage} are rounded to {schema.mantissa_bits} mantissa bits already"
+            )
+        if self.codec is None and self.chunk_tokens is None and self.mantissa_bits is None:
             return schema
-        return Variant(self.codec or schema.codec, schema.dtype.name).schema(schema, self.chunk_tokens or 0)
+        variant = Variant(self.codec or schema.codec, schema.dtype.name, self.mantissa_bits or schema.mantissa_bits)
+        return variant.schema(schema, self.chunk_tokens or 0)
 
 
 def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord | None = None) -> Forecast:
@@ -135,6 +141,8 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
     corpus, schema = count_store(cache, measure), choice.schema(cache)
     record = replace(cache.record, schema=schema)
     dtypes = list(CACHE_DTYPES) if schema.dtype.name == "fp32" else [schema.dtype.name]
+    if cache.schema.mantissa_bits is not None:
+        dtypes = []
     measurement, basis = None, TABLE
     schemas = _schemas(schema, choice.chunk_tokens or 0, dtypes)
     if measure and cache.index.committed():
@@ -160,5 +168,5 @@ def _by_rate(corpus: Corpus, tokens_per_second: float | None) -> Duration | None
 
 def _schemas(schema: StoreSchema, chunk_tokens: int, dtypes: Sequence[str]) -> dict[Variant, StoreSchema]:
     """Return the schema in every variant; the one that was asked for is as it is."""
-    found = {variant: variant.schema(schema, chunk_tokens) for variant in variants(dtypes)}
+    found = {variant: variant.schema(schema, chunk_tokens) for variant in variants(dtypes, schema.mantissa_bits)}
     return {**found, Variant.of(schema): schema}

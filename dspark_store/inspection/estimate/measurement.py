@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.codecs import CODEC_PRESETS, state_chain
-from dspark_store.format.dtypes import bits_tensor, cache_dtype
+from dspark_store.format.dtypes import bits_tensor, cache_dtype, round_mantissa
 from dspark_store.format.grid import default_chunk_tokens
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects
@@ -36,39 +36,53 @@ type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
 
 class Variant(NamedTuple):
-    """A way of keeping states: a codec preset, and a cache dtype by name."""
+    """A way of keeping states: a codec preset, a cache dtype by name, and the mantissa bits that bf16 is rounded to."""
 
     codec: str
     dtype: str
+    mantissa_bits: int | None = None
 
     @classmethod
     def of(cls, schema: StoreSchema) -> Self:
         """Return the way in which a store keeps its states."""
-        return cls(schema.codec, schema.dtype.name)
+        return cls(schema.codec, schema.dtype.name, schema.mantissa_bits)
+
+    @property
+    def values(self) -> str:
+        """What the values are, in a word."""
+        return self.dtype if self.mantissa_bits is None else f"{self.dtype}, {self.mantissa_bits} bit"
 
     def schema(self, schema: StoreSchema, chunk_tokens: int = 0) -> StoreSchema:
-        """Return a schema changed to this codec and dtype.
+        """Return a schema changed to this codec, dtype and rounding.
 
         ``chunk_tokens`` is what the user has asked for, 0 for what goes best with both.
         """
         dtype = cache_dtype(self.dtype)
-        if self == Variant.of(schema) and not chunk_tokens:
-            return schema
+        if self[:2] == Variant.of(schema)[:2] and not chunk_tokens:
+            return schema if self == Variant.of(schema) else replace(schema, mantissa_bits=self.mantissa_bits)
         best = default_chunk_tokens(
             schema.hidden_size, dtype.itemsize, schema.seq_length, compressed=self.codec != "none"
         )
-        return replace(schema, dtype=dtype, codec=self.codec, chunk_tokens=min(chunk_tokens or best, schema.seq_length))
+        return replace(
+            schema,
+            dtype=dtype,
+            codec=self.codec,
+            chunk_tokens=min(chunk_tokens or best, schema.seq_length),
+            mantissa_bits=self.mantissa_bits,
+        )
 
 
-def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
-    """Yield each codec preset whose package is there, with each of some cache dtypes."""
+def variants(dtypes: Sequence[str], mantissa_bits: int | None = None) -> Iterator[Variant]:
+    """Yield each codec preset whose package is there, with each of some cache dtypes, and with bf16 that is rounded."""
+    ways = [(dtype, None) for dtype in dtypes]
+    rounded = [] if mantissa_bits is None else [("bf16", mantissa_bits)]
     for codec in CODEC_PRESETS:
-        for dtype in dtypes:
+        for dtype, kept in (*ways, *rounded):
             try:
                 state_chain(codec, cache_dtype(dtype).itemsize)
             except ImportError:
                 break
-            yield Variant(codec, dtype)
+            yield Variant(codec, dtype, kept)
 
 
 def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
@@ -79,6 +93,8 @@ def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
     for begin in range(0, len(states), step):
         piece = states[begin : begin + step]
         bits_tensor(bits, dtype.torch_dtype)[: len(piece)].copy_(piece)
+        if schema.mantissa_bits is not None:
+            round_mantissa(bits[: len(piece)], schema.mantissa_bits)
         bits[len(piece) :] = dtype.fill_bits
         total += chain.encode(bits.view(dtype.stored)).nbytes
     return total

@@ -231,6 +231,7 @@ def measure_store(
             "phase": cache.record.phase,
             "target_model": cache.manifest.get("target_model"),
             "dtype": schema.dtype.logical,
+            "values": schema.values,
             "codec": schema.codec,
             "samples": schema.num_samples,
             "seq_length": schema.seq_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dspark_store.format.objects import Expected, open_object
 from dspark_store.format.schema import EMBED, IDS, MASK, object_key
@@ -63,6 +64,15 @@ def test_another_variant_takes_the_chunks_that_go_best_with_it(tmp_path):
     assert Variant("none", "fp32").schema(schema, 96).chunk_tokens == 96
 
 
+def test_states_that_are_rounded_are_measured_beside_the_exact_ones(tmp_path):
+    schema = build_store(tmp_path / "store").schema
+    rounded = Variant("default", "bf16", 2).schema(schema)
+    assert (rounded.mantissa_bits, rounded.chunk_tokens) == (2, schema.chunk_tokens)
+    states = torch.randn(40, schema.hidden_size)
+    assert state_row_bytes(rounded, states) < state_row_bytes(schema, states)
+    assert [*variants(["bf16"], 2)][:2] == [Variant("none", "bf16"), Variant("none", "bf16", 2)]
+
+
 def test_a_codec_whose_package_is_missing_is_left_out(monkeypatch):
     monkeypatch.setattr("dspark_store.format.codecs.importlib.util.find_spec", lambda name: None)
-    assert [*variants(["bf16"])] == [("none", "bf16"), ("fast", "bf16"), ("default", "bf16")]
+    assert [*variants(["bf16"])] == [Variant(codec, "bf16") for codec in ("none", "fast", "default")]
