@@ -57,7 +57,7 @@ class VerifiedChunks:
 
     def add(self, version: Hashable, first: int, count: int) -> None:
         """Note that ``count`` chunks from slot ``first`` on were checked; another version begins anew."""
-        with self._lock:
+        with self._lock.held:
             if self._version != version:
                 self._bits = 0
                 self._version = version
@@ -72,7 +72,7 @@ def _verified_chunks(store_id: str, stored: StoredObject) -> VerifiedChunks:
     """Return what this process knows of an object: by the store's id and the object's key, whoever opened it."""
     if stored.reader.version() is None:
         return VerifiedChunks()  # it may change unseen: what is known ends with this opening
-    with _lock:
+    with _lock.held:
         return _verified.setdefault((store_id, stored.key), VerifiedChunks())
 
 

@@ -82,7 +82,7 @@ class ForeignColumn:
         features = slice(slot * width, (slot + 1) * width) if self._column == LAYERS else slice(0, width)
         chosen: tuple[slice, ...] = (slice(sample, sample + 1), slice(start, stop))
         try:
-            with self._lock:
+            with self._lock.held:
                 if self._array is None:
                     self._array = self._open()
             chosen = chosen if self._column in (IDS, MASK) else (*chosen, features)

@@ -92,12 +92,12 @@ class ObjectPool:
 
         An object that is let go stays open as long as somebody reads it.
         """
-        with self._lock:
+        with self._lock.held:
             if name in self._objects:
                 self._objects.move_to_end(name)
                 return self._objects[name]
         opened = opening(name)
-        with self._lock:
+        with self._lock.held:
             self._objects[name] = opened
             while len(self._objects) > self._limit:
                 self._objects.popitem(last=False)
@@ -105,7 +105,7 @@ class ObjectPool:
 
     def close(self) -> None:
         """Let every object go."""
-        with self._lock:
+        with self._lock.held:
             self._objects.clear()
 
 
@@ -187,7 +187,7 @@ class Buffers:
         """Return at least ``nbytes`` bytes, uint8, at most an eighth more."""
         step = 1 << max(9, nbytes.bit_length() - _EIGHTHS)
         size = -(-nbytes // step) * step
-        with self._lock:
+        with self._lock.held:
             free = self._free.get(size)
             if free:
                 self._nbytes -= size
@@ -196,13 +196,13 @@ class Buffers:
 
     def give(self, buffer: np.ndarray) -> None:
         """Take a buffer back."""
-        with self._lock:
+        with self._lock.held:
             if self._nbytes + buffer.size <= IN_FLIGHT_BYTES:
                 self._free.setdefault(buffer.size, []).append(buffer)
                 self._nbytes += buffer.size
 
     def close(self) -> None:
         """Let the free buffers go."""
-        with self._lock:
+        with self._lock.held:
             self._free.clear()
             self._nbytes = 0

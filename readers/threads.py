@@ -14,27 +14,22 @@ from typing import Self, cast
 
 
 class ForkSafeLock:
-    """A lock for ``with``. In a forked process it is open, even if a thread of the parent held it at that moment.
+    """A lock, ``with lock.held:``. In a forked process it is open, even if a thread of the parent held it just then.
 
     That thread does not exist there, and never finishes what it was about: what the lock guards must hold at any point
-    of it.
+    of it. ``held`` is the interpreter's own lock, which an interrupt cannot leave closed as it can one written in
+    Python.
     """
 
-    __slots__ = ("__weakref__", "_lock")
+    __slots__ = ("__weakref__", "held")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.renew()
         _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
     def renew(self) -> None:
         """Open the lock."""
-        self._lock = threading.Lock()
+        self.held = threading.Lock()
 
 
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
@@ -73,7 +68,7 @@ class Workers:
 
     def put(self, task: Callable[[], object]) -> None:
         """Have a task run."""
-        with self._lock:
+        with self._lock.held:
             if self._process != os.getpid():
                 self._renew()
             self._tasks.append(task)
@@ -96,7 +91,7 @@ class Workers:
     def _work(self, pool: ThreadPoolExecutor | None) -> None:
         """Take tasks until there is none, or until the pool was closed: handing over each by itself takes 25 us."""
         while True:
-            with self._lock:
+            with self._lock.held:
                 if pool is not self._pool:
                     return
                 if not self._tasks:
@@ -108,7 +103,7 @@ class Workers:
 
     def close(self) -> None:
         """End the threads, each after the task that it is at; tasks that are left go on in new ones."""
-        with self._lock:
+        with self._lock.held:
             if self._process != os.getpid():
                 self._renew()
             pool, self._pool, self._running = self._pool, None, 0

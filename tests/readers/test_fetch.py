@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Buffer, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_store import Cache, DamagedStoreError, open_cache
+from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.codecs import plain_chain
 from dspark_store.format.files import LocalObject
 from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Expected, open_object
-from dspark_store.format.schema import IDS, LAST, LAYERS
+from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage, ObjectReader
 from dspark_store.readers.threads import ForkSafeLock, Pending, Workers
@@ -85,22 +86,42 @@ def six_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return build_store(place, codec=request.param, lengths=(64, 40, 7, 64, 33, 64), shape=SIX_LAYERS, weights=False)
 
 
-def test_two_of_six_layers_take_a_third_of_the_bytes(six_layers: BuiltStore) -> None:
-    def read_bytes(layers: list[int]) -> int:
-        storage = CountingStorage(six_layers.path)
-        Cache(storage, verify=True).read(range(6), columns=[LAYERS], layers=layers)
-        return storage.nbytes
+def bytes_read(store: BuiltStore, **request: Any) -> int:
+    """Return the bytes of chunks that reading all samples takes, one after the other."""
+    storage = CountingStorage(store.path)
+    cache = Cache(storage, verify=True)
+    for row in range(6):
+        cache.read([row], **request)
+    return storage.nbytes
 
-    assert read_bytes([4, 1]) <= 0.36 * read_bytes([0, 1, 2, 3, 4, 5])
+
+def test_two_of_six_layers_take_a_third_of_the_bytes(six_layers: BuiltStore) -> None:
+    some = bytes_read(six_layers, columns=[LAYERS], layers=[4, 1])
+    assert some <= 0.36 * bytes_read(six_layers, columns=[LAYERS])
 
 
 def test_a_slice_of_positions_reads_only_its_chunks(six_layers: BuiltStore) -> None:
-    def read_bytes(positions: slice) -> int:
-        storage = CountingStorage(six_layers.path)
-        Cache(storage, verify=True).read([0], columns=[LAST], positions=positions)
-        return storage.nbytes
+    parts = [bytes_read(six_layers, columns=[LAST], positions=part) for part in (slice(0, 16), slice(16, 64))]
+    assert sum(parts) == bytes_read(six_layers, columns=[LAST])
 
-    assert read_bytes(slice(0, 16)) + read_bytes(slice(16, 64)) == read_bytes(slice(0, 64))
+
+def test_columns_that_are_not_asked_for_are_not_read(six_layers: BuiltStore) -> None:
+    assert bytes_read(six_layers, columns=[MASK]) < 0.2 * bytes_read(six_layers, columns=[LAST])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_small_token_columns_are_read_once_for_all_epochs(six_layers: BuiltStore, kept: bool, monkeypatch) -> None:
+    storage, tokens = CountingStorage(six_layers.path), sum((64, 40, 7, 64, 33, 64))
+    monkeypatch.setattr("dspark_store.readers.tokens.KEPT_TOKEN_BYTES", tokens * 5 if kept else tokens * 5 - 1)
+    loader = CacheLoader(Cache(storage), 2, columns=(IDS, MASK), shuffle=False, min_supervised=0, dp_rank=0, dp_size=1)
+    epochs = [list(loader)]
+    after_one = storage.nbytes
+    epochs.append(list(loader))
+    assert (storage.nbytes == after_one) is kept
+    whole = Cache(storage).read(range(6), columns=(IDS, MASK))
+    for batches in epochs:
+        for column in (IDS, MASK):
+            assert torch.equal(torch.cat([batch[column] for batch in batches]), whole[column])
 
 
 def test_neighbours_are_read_at_once(six_layers: BuiltStore) -> None:
@@ -121,14 +142,12 @@ def test_objects_of_one_column_are_read_side_by_side(six_layers: BuiltStore, col
     open_cache(six_layers.path, threads=2).read([0, 5], columns=[column])
 
 
-def test_a_shared_object_is_read_once_for_both_its_columns(six_layers: BuiltStore) -> None:
-    def read_bytes(columns: list[str], layers: list[int]) -> int:
-        storage = CountingStorage(six_layers.path)
-        Cache(storage, verify=True).read(range(6), columns=columns, layers=layers)
-        return storage.nbytes
-
-    assert read_bytes([LAYERS, LAST], [0, 5]) == read_bytes([LAYERS], [0, 5])
-    assert read_bytes([LAYERS, LAST], [5]) == read_bytes([LAST], [5])
+def test_the_last_layer_and_the_last_states_are_read_once(six_layers: BuiltStore) -> None:
+    both, last = [LAYERS, LAST], [LAST]
+    assert bytes_read(six_layers, columns=both, layers=[5]) == bytes_read(six_layers, columns=last)
+    assert bytes_read(six_layers, columns=both, layers=[0, 5]) == bytes_read(
+        six_layers, columns=[LAYERS], layers=[0, 5]
+    )
 
 
 @settings(max_examples=40)
@@ -204,7 +223,7 @@ def held_lock() -> Iterator[ForkSafeLock]:
     lock, release, held = ForkSafeLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock:
+        with lock.held:
             held.set()
             release.wait()
 
@@ -232,7 +251,7 @@ def exit_code_of_fork(check: Callable[[], bool]) -> int:
 @FORKED
 def test_a_lock_that_a_thread_holds_is_open_in_a_forked_process(held_lock: ForkSafeLock) -> None:
     def takes_it() -> bool:
-        with held_lock:
+        with held_lock.held:
             return True
 
     assert exit_code_of_fork(takes_it) == 7

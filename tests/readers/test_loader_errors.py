@@ -92,15 +92,22 @@ def assert_second_batch_fails(cache: Cache, error: type[Exception], message: str
     return loader
 
 
-def test_a_deleted_object_is_named(store: BuiltStore, cache: Cache) -> None:
-    (store.path / LAYER_OBJECT).unlink()
-    assert_second_batch_fails(cache, DamagedStoreError, rf"layer 2, .*object {LAYER_OBJECT} is missing from")
-
-
-def test_a_truncated_object_is_named(store: BuiltStore, cache: Cache) -> None:
-    path = store.path / LAYER_OBJECT
-    path.write_bytes(path.read_bytes()[:-10])
-    assert_second_batch_fails(cache, DamagedStoreError, rf"layer 2, .*object {LAYER_OBJECT}")
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda place: (place / LAYER_OBJECT).unlink(), rf"layer 2, .*object {LAYER_OBJECT} is missing from"),
+        (lambda place: os.truncate(place / LAYER_OBJECT, 900), rf"layer 2, .*object {LAYER_OBJECT}"),
+        (
+            lambda place: flip(place / LAYER_OBJECT, 40),
+            rf"layer 2, sample 3 \(shard 1\): object {LAYER_OBJECT}, slot 0",
+        ),
+        (lambda place: flip(place / f"{IDS}/c.1.0", 8), rf"{IDS}, sample 3 \(shard 1\): object {IDS}/c.1.0, slot 0"),
+    ],
+    ids=["deleted", "truncated", "flipped", "flipped tokens"],
+)
+def test_damage_is_named_with_its_object(store: BuiltStore, cache: Cache, harm, message) -> None:
+    harm(store.path)
+    assert_second_batch_fails(cache, DamagedStoreError, message)
 
 
 def test_an_object_truncated_while_it_is_open_is_named(store: BuiltStore, cache: Cache) -> None:
@@ -108,13 +115,6 @@ def test_an_object_truncated_while_it_is_open_is_named(store: BuiltStore, cache:
     os.truncate(store.path / LAYER_OBJECT, 10)
     assert_second_batch_fails(
         cache, DamagedStoreError, rf"layer 2, sample 3 .*object {LAYER_OBJECT} ends \d+ bytes early"
-    )
-
-
-def test_a_flipped_byte_is_named_with_its_sample(store: BuiltStore, cache: Cache) -> None:
-    flip(store.path / LAYER_OBJECT, 40)
-    assert_second_batch_fails(
-        cache, DamagedStoreError, rf"layer 2, sample 3 \(shard 1\): object {LAYER_OBJECT}, slot 0"
     )
 
 
@@ -241,13 +241,18 @@ def test_an_interrupt_ends_the_loader_and_the_program_at_once(store: BuiltStore)
     assert "Exception ignored" not in errors
 
 
+def waits_in_submit(thread: int) -> bool:
+    names = [entry.name for entry in traceback.extract_stack(sys._current_frames()[thread])]
+    return names[-1] == "wait" and "submit" in names
+
+
 def test_an_interrupt_ends_a_read_that_waits_for_room(store: BuiltStore, monkeypatch: pytest.MonkeyPatch) -> None:
     main, read, sent = threading.main_thread().ident, LocalObject.read_into, threading.Event()
     assert main is not None
 
     def interrupting(self: LocalObject, buffer: Any, offset: int) -> int:
         if not sent.is_set():
-            until(lambda: "submit" in [entry.name for entry in traceback.extract_stack(sys._current_frames()[main])])
+            until(lambda: waits_in_submit(main))
             sent.set()
             signal.pthread_kill(main, signal.SIGINT)
         return read(self, buffer, offset)
@@ -257,11 +262,6 @@ def test_an_interrupt_ends_a_read_that_waits_for_room(store: BuiltStore, monkeyp
     with pytest.raises(KeyboardInterrupt):
         cache.read(range(9))
     assert len(cache.read(range(9))) == 4
-
-
-def test_a_damaged_row_of_tokens_is_an_error_of_its_batch(store: BuiltStore, cache: Cache) -> None:
-    flip(store.path / f"{IDS}/c.1.0", 8)
-    assert_second_batch_fails(cache, DamagedStoreError, rf"{IDS}, sample 3 \(shard 1\): object {IDS}/c.1.0, slot 0")
 
 
 def test_a_read_that_fails_once_is_an_error_and_the_next_try_goes_on(cache: Cache, monkeypatch) -> None:

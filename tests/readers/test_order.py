@@ -48,29 +48,25 @@ def by_key(items, tag: int, seed: int, epoch: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "epoch", "order"),
+    ("seed", "epoch", "order", "in_windows"),
     [
-        (0, 0, [10, 12, 11, 6, 14, 13, 1, 7, 3, 4, 15, 8, 2, 0, 5, 9]),
-        (0, 1, [6, 2, 3, 12, 1, 7, 0, 9, 10, 5, 4, 15, 11, 8, 13, 14]),
-        (1, 0, [13, 12, 5, 11, 9, 10, 1, 8, 7, 3, 14, 2, 6, 0, 15, 4]),
-        (2**64 - 1, 7, [9, 6, 2, 3, 13, 0, 8, 11, 15, 1, 7, 10, 14, 4, 12, 5]),
+        (
+            0,
+            1,
+            [6, 2, 3, 12, 1, 7, 0, 9, 10, 5, 4, 15, 11, 8, 13, 14],
+            [2, 3, 1, 0, 5, 4, 9, 10, 15, 11, 6, 12, 7, 8, 13, 14],
+        ),
+        (
+            2**64 - 1,
+            7,
+            [9, 6, 2, 3, 13, 0, 8, 11, 15, 1, 7, 10, 14, 4, 12, 5],
+            [2, 0, 15, 1, 6, 13, 8, 7, 14, 12, 9, 3, 11, 10, 4, 5],
+        ),
     ],
 )
-def test_global_orders_are_these(seed, epoch, order) -> None:
+def test_orders_are_these(seed, epoch, order, in_windows) -> None:
     assert epoch_order(16, seed=seed, epoch=epoch).tolist() == order
-
-
-@pytest.mark.parametrize(
-    ("seed", "epoch", "order"),
-    [
-        (0, 0, [3, 4, 15, 5, 6, 1, 7, 8, 2, 0, 10, 12, 11, 14, 13, 9]),
-        (0, 1, [2, 3, 1, 0, 5, 4, 9, 10, 15, 11, 6, 12, 7, 8, 13, 14]),
-        (1, 0, [5, 1, 3, 2, 0, 4, 8, 7, 6, 15, 13, 12, 11, 9, 10, 14]),
-        (2**64 - 1, 7, [2, 0, 15, 1, 6, 13, 8, 7, 14, 12, 9, 3, 11, 10, 4, 5]),
-    ],
-)
-def test_window_orders_are_these(seed, epoch, order) -> None:
-    assert epoch_order(16, seed=seed, epoch=epoch, window=ShardWindow(3, 2)).tolist() == order
+    assert epoch_order(16, seed=seed, epoch=epoch, window=ShardWindow(3, 2)).tolist() == in_windows
 
 
 @pytest.mark.parametrize(
@@ -105,19 +101,6 @@ def test_the_window_order_follows_its_specification(samples, seed, epoch, window
         members = shards[first : first + window.shards]
         expected += by_key([sample for sample in samples if sample // window.shard_size in members], 1, seed, epoch)
     assert epoch_order(np.array(samples, np.int64), seed=seed, epoch=epoch, window=window).tolist() == expected
-
-
-@given(sample_sets, words, windows)
-def test_a_windows_samples_stay_within_its_shards(samples, seed, window) -> None:
-    order = epoch_order(np.array(samples, np.int64), seed=seed, epoch=0, window=window)
-    runs = list(dict.fromkeys((order // window.shard_size).tolist()))
-    position = 0
-    while runs:
-        in_window = set(runs[: window.shards])
-        count = sum(sample // window.shard_size in in_window for sample in samples)
-        assert {sample // window.shard_size for sample in order[position : position + count]} <= in_window
-        position += count
-        runs = [shard for shard in runs if shard not in in_window]
 
 
 @given(sample_sets.filter(len), words, st.data())
@@ -167,11 +150,6 @@ def test_a_seed_or_epoch_outside_64_bits_is_refused() -> None:
     for seed, epoch in ((-1, 0), (0, -1), (2**64, 0)):
         with pytest.raises(ValueError, match=r"between 0 and 2\^64 - 1"):
             epoch_order(4, seed=seed, epoch=epoch)
-
-
-def test_a_window_without_shards_is_refused() -> None:
-    with pytest.raises(ValueError, match="shards of a shard window must be >= 1, got 0"):
-        ShardWindow(4, 0)
 
 
 def positions_of(plan: BatchPlan, step: int) -> list[int]:
@@ -228,26 +206,31 @@ def test_a_resume_under_another_world_size_goes_on_with_the_same_stream(count, u
     assert whole[:stopped] + resumed == whole
 
 
-def test_a_short_tail_is_split_evenly() -> None:
-    plan = BatchPlan(13, 2, 4, "short")
-    assert [plan.positions(1, rank).tolist() for rank in range(4)] == [[8], [9], [10], [11, 12]]
+@pytest.mark.parametrize(
+    ("plan", "step", "positions", "repeated"),
+    [
+        (BatchPlan(13, 2, 4, "short"), 1, [[8], [9], [10], [11, 12]], 0),
+        (BatchPlan(9, 2, 4, "short"), 1, [[], [], [], [8]], 0),
+        (BatchPlan(9, 2, 2, "even"), 2, [[8], [0]], 1),
+        (BatchPlan(3, 4, 2, "repeat"), 0, [[0, 1, 2, 0], [1, 2, 0, 1]], 5),
+    ],
+)
+def test_the_last_batch_falls_to_the_ranks_by_its_rule(plan, step, positions, repeated) -> None:
+    assert [plan.positions(step, rank).tolist() for rank in range(plan.dp_size)] == positions
+    assert plan.repeated == repeated
 
 
-def test_a_rank_may_get_an_empty_last_batch() -> None:
-    plan = BatchPlan(9, 2, 4, "short")
-    assert [plan.positions(1, rank).tolist() for rank in range(4)] == [[], [], [], [8]]
-
-
-def test_an_even_tail_repeats_as_few_as_make_ranks_equal() -> None:
-    plan = BatchPlan(9, 2, 2, "even")
-    assert [plan.positions(2, rank).tolist() for rank in range(2)] == [[8], [0]]
-    assert plan.repeated == 1
-
-
-def test_a_repeated_tail_goes_around_as_often_as_needed() -> None:
-    plan = BatchPlan(3, 4, 2, "repeat")
-    assert [plan.positions(0, rank).tolist() for rank in range(2)] == [[0, 1, 2, 0], [1, 2, 0, 1]]
-    assert plan.repeated == 5
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        (BatchPlan(40, 2, 4, "drop"), BatchPlan(40, 2, 3, "drop"), r"of 8, this loader has 6 \(2 x 3 ranks\)"),
+        (BatchPlan(42, 2, 4, "short"), BatchPlan(41, 2, 4, "short"), "epoch of 42 items, this loader's has 41"),
+        (BatchPlan(42, 2, 4, "short"), BatchPlan(42, 2, 4, "drop"), "another end rule"),
+    ],
+)
+def test_a_state_is_refused_under_another_plan(saved, other, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoaderState.after(saved, epoch=0, steps=saved.steps).steps_done(other)
 
 
 def test_steps_and_ranks_outside_the_plan_are_errors() -> None:
@@ -262,29 +245,14 @@ def test_a_plan_of_impossible_numbers_is_refused() -> None:
         BatchPlan(8, 0, 2, "drop")
     with pytest.raises(ValueError, match="'pad'; choose from drop, short, even, repeat"):
         BatchPlan(8, 1, 2, "pad")  # type: ignore[arg-type] # what a user may write in a file
-
-
-def test_a_state_is_refused_under_another_global_batch() -> None:
-    state = LoaderState.after(BatchPlan(40, 2, 4, "drop"), epoch=0, steps=1)
-    with pytest.raises(ValueError, match=r"global batch of 8, this loader has 6 \(2 x 3 ranks\)"):
-        state.steps_done(BatchPlan(40, 2, 3, "drop"))
-
-
-def test_a_state_is_refused_over_other_samples_or_another_end() -> None:
-    state = LoaderState.after(BatchPlan(42, 2, 4, "short"), epoch=0, steps=6)
-    with pytest.raises(ValueError, match="epoch of 42 items, this loader's has 41"):
-        state.steps_done(BatchPlan(41, 2, 4, "short"))
-    with pytest.raises(ValueError, match="another end rule"):
-        state.steps_done(BatchPlan(42, 2, 4, "drop"))
+    with pytest.raises(ValueError, match="shards of a shard window must be >= 1, got 0"):
+        ShardWindow(4, 0)
 
 
 def test_samples_are_left_out_by_status_and_by_supervision() -> None:
     chosen = admitted(np.array([4, 0, 9, 1, 0]), np.array([0, 0, 1, 0, 1], np.uint8), min_supervised=1)
     assert chosen.samples.tolist() == [0, 3]
     assert (chosen.not_good, chosen.unsupervised) == (2, 1)
-
-
-def test_only_samples_of_the_given_side_count() -> None:
     side = np.array([True, False, True])
     chosen = admitted(np.array([4, 0, 0]), np.array([0, 1, 0], np.uint8), min_supervised=1, among=side)
     assert chosen.samples.tolist() == [0]

@@ -113,13 +113,6 @@ def test_a_chunk_is_checked_once_for_all_caches_of_a_process(store: BuiltStore, 
     assert all(checks)
 
 
-def test_a_store_with_checks_at_every_read_spares_others_the_first(store: BuiltStore) -> None:
-    last_states(open_cache(store.path, verify=True))
-    flip_unseen(store.path / OBJECT)
-    with pytest.raises(DamagedStoreError):
-        last_states(open_cache(store.path, verify=True))
-
-
 def test_what_may_change_unseen_is_checked_at_every_read(store: BuiltStore, monkeypatch) -> None:
     monkeypatch.setattr(LocalObject, "version", lambda self: None)
     cache = open_cache(store.path)
@@ -173,3 +166,17 @@ def test_threads_note_what_they_checked_without_losing_any() -> None:
 def test_another_kind_of_check_is_refused(store: BuiltStore, verify) -> None:
     with pytest.raises(ValueError, match='choose from True, "first", False'):
         Cache(LocalStorage(store.path), verify=verify)
+
+
+@pytest.mark.parametrize("positions", [None, slice(0, 8), slice(3, 17), slice(8, 20), slice(19, 20), slice(9, 9)])
+@pytest.mark.parametrize("layout", ["flat", "stacked"])
+def test_batches_are_the_same_however_often_they_are_checked(store: BuiltStore, layout, positions) -> None:
+    rows, expected = [6, 0, 3, 3, 1], None
+    for verify in (True, "first", False):
+        fresh = open_cache(store.path).read(rows, layout=layout, positions=positions)
+        dirty = {name: torch.full_like(values, 7) for name, values in fresh.items()}
+        batch = open_cache(store.path, verify=verify).read(rows, layout=layout, positions=positions, out=dirty)
+        expected = expected or fresh
+        assert all(
+            torch.equal(batch[name].view(torch.uint8), values.view(torch.uint8)) for name, values in expected.items()
+        )

@@ -1,4 +1,4 @@
-"""What is wrong inside of an object whose tail, ledger row and checksums are all right."""
+"""What is wrong inside of objects whose tails, ledger rows and checksums are all right."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from dspark_store.readers.verify import verify_store
 from dspark_store.writers.publish import complete_store
 from dspark_store.writers.states import StateShardWriter
 from tests.stores import build_store, write_states
+from tests.writers import small_store
 
 
 def problems_of(store):
@@ -72,3 +73,19 @@ def test_states_of_other_tokens_are_a_problem(tmp_path, monkeypatch):
     assert len(problems) == 12
     assert {problem.message for problem in problems} == {"was computed from other tokens than the store holds"}
     assert STATE_LEDGER not in {problem.key.partition("/c.")[0] for problem in problems}
+
+
+def test_a_mask_of_other_values_than_0_and_1_is_a_problem_of_its_sample(tmp_path, monkeypatch):
+    draw = small_store.random_tokens
+
+    def with_a_two(lengths, seed):
+        rows = draw(lengths, seed)
+        if seed == 1:
+            rows.masks[1][:] = 0
+            rows.masks[1][3] = 2
+        return rows
+
+    monkeypatch.setattr(small_store, "random_tokens", with_a_two)
+    (problem,) = verify_store(open_cache(small_store.write_small_store(tmp_path)))
+    assert (problem.key, problem.samples) == ("loss_mask/c.1.0", (5,))
+    assert problem.message == "slot 1: a mask holds 0 and 1, not 2"
