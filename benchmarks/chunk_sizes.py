@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from benchmarks.flags import parser_of
 from benchmarks.measure import ACCESSES, BATCH, Axes, Setting, chosen_axes, default_axes, default_setting
 from benchmarks.recommend import Search, StorePlan, prediction_table, recommendation
 from benchmarks.samples import Samples, stored_samples
@@ -37,7 +38,6 @@ from benchmarks.sweep import (
 )
 from benchmarks.tables import Cell, Recorder, usable_cores
 from dspark_store import open_cache
-from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.precompute.run import run
 from dspark_store.precompute.settings import PrecomputeConfig
 
@@ -58,26 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chunk_sizes", description=__doc__)
-    source = parser.add_argument_group("states")
-    source.add_argument("--store", type=Path, help="a finished store (default: demo/store, which `make demo` leaves)")
-    source.add_argument("--target", help="a small target to make states with; needs --input-data")
-    source.add_argument("--input-data", type=Path, help="chats for the target")
-    source.add_argument("--sample-mb", type=float, help="at most so many MB of states (default: 64, quick 24)")
-    plan = parser.add_argument_group("what the store is for")
-    plan.add_argument("--storage-rate", type=float, help="MB per second of storage (default: measured in --place)")
-    plan.add_argument("--cores", type=int, help="cores that read and decode (default: those of this machine)")
-    plan.add_argument("--num-samples", type=int, help="samples of the planned store (default: those of the store)")
-    axes = parser.add_argument_group("what is tried")
-    axes.add_argument("--codec", nargs="+", choices=CODEC_PRESETS, default=[], help="codec presets (default: all)")
-    axes.add_argument("--chunk-tokens", nargs="+", type=int, default=[], help="T (default: 32 to S, doubling)")
-    axes.add_argument("--shard-size", nargs="+", type=int, default=[], help="R (default: 16 64 256)")
-    axes.add_argument("--layers-per-chunk", nargs="+", type=int, default=[], help="L, of a sweep (default: 1 and K)")
-    parser.add_argument("--sweep", action="store_true", help="measure every setting, then the recommended beside them")
-    parser.add_argument("--quick", action="store_true", help="few settings and rounds: under 3 minutes with --sweep")
-    parser.add_argument("--rounds", type=int, help="rounds of reading (default: 7, quick 3)")
-    parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results (default: bench)")
-    parser.add_argument("--place", type=Path, help="directory to write stores in (default: a temporary one)")
+    parser = parser_of("chunk_sizes")
     given = parser.parse_args(arguments)
     if (given.target is None) != (given.input_data is None):
         parser.error("give --target and --input-data together")

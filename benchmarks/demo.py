@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import zarr
 
+from benchmarks.flags import parsed
 from dspark_store import Cache, open_cache, verify_store
 from dspark_store.format.sizes import of_rows_text, padded_bytes, ragged_rows_bytes
 from dspark_store.precompute.recompute import recompute
@@ -31,7 +32,7 @@ SAMPLES, CHECKED, SEQ_LENGTH, BATCH_SIZE = 80, 8, 512, 4
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo in the directory given; return the exit code, 1 when a check fails."""
-    (place,) = map(Path, arguments)
+    place: Path = parsed("demo", arguments).directory
     store = place / "store"
     model = str(next((place / "target").glob("*.gguf")))
     print(f"\n1. Run the target over {SAMPLES} conversations and write its states to {store}\n")

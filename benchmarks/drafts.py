@@ -6,7 +6,6 @@ with the flags of `dspark_store.train` behind ``--``, and judges all three on th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.flags import parsed
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.draft.loss import DraftCounts, SlotTerms, compared, draft_counts, loss_sums
@@ -76,14 +76,9 @@ class Bigram:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, judge and print; return 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("store")
-    parser.add_argument("--out", default="bench/drafts", help="where the trainings go, a directory for each seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", help="write the figures there too")
     words = sys.argv[1:] if arguments is None else list(arguments)
     cut = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:cut])
+    given = parsed("drafts", words[:cut])
     results = [measure(given.store, Path(given.out) / f"seed-{seed}", seed, words[cut + 1 :]) for seed in given.seeds]
     print("seed   steps  untrained   bigram  trained  over untrained  over bigram  waited")
     for result in results:

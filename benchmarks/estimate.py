@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.flags import parsed
 from benchmarks.storage import distinct_files
 from dspark_store import open_cache
 from dspark_store.inspection.estimate.forecast import forecast_job
@@ -36,7 +37,7 @@ def settings_of_store(cache: Cache) -> dict[str, object]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
-    (place,) = map(Path, arguments)
+    place: Path = parsed("estimate", arguments).store
     cache = open_cache(place)
     stored = sum(distinct_files(place).values())
     print(f"{len(cache):,} samples, {int(cache.lengths.sum()):,} tokens, {stored:,} bytes in the directory\n")

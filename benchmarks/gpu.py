@@ -8,7 +8,6 @@ tiny target, on the CPU where there is no GPU. The exit code is 1 when a check f
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.captures import CaptureWork, new_workload, run_copies, run_forwards, run_writing
 from benchmarks.costs import elapsed
+from benchmarks.flags import parsed
 from benchmarks.samples import BF16, new_schema
 from dspark_store import CacheLoader, open_cache, verify_store
 from dspark_store.format.schema import LAST, LAYERS
@@ -296,10 +296,7 @@ def run_parts(parts: Iterable[tuple[str, float, Callable[[], Iterator[Figure]]]]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 2 when there is no GPU."""
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="a tiny target, on the CPU where there is no GPU")
-    parser.add_argument("--place", type=Path, help="directory to write the store in (default: a temporary one)")
-    given = parser.parse_args(arguments)
+    given = parsed("gpu", arguments)
     if not (torch.cuda.is_available() or given.tiny):
         print("torch sees no CUDA device: run this on a GPU, or try it with --tiny", file=sys.stderr)
         return 2

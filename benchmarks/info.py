@@ -7,7 +7,6 @@ tokens and 3,960 of states, each a file.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.costs import elapsed
+from benchmarks.flags import parsed
 from benchmarks.loader_scale import SAMPLES, SHARDS, write_index
 from benchmarks.samples import unsynced
 from dspark_store.format.ledger import Ledger
@@ -63,10 +63,7 @@ def seconds_of_command(place: Path, repeats: int) -> list[float]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.info", description=__doc__)
-    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each")
-    given = parser.parse_args(arguments)
+    given = parsed("info", arguments)
     print(f"{SAMPLES:,} samples, {SHARDS:,} shards; {os.cpu_count()} cores; the whole process, aim 2 s")
     for name, write in (("complete", write_index), ("growing", write_growing_index)):
         with tempfile.TemporaryDirectory(dir=given.place) as temporary:

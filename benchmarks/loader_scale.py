@@ -7,7 +7,6 @@ and one epoch over 5,000 shards.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.costs import elapsed, in_own_process, resident_bytes
+from benchmarks.flags import parsed
 from benchmarks.samples import BF16, Samples, new_schema, synthetic_states, unsynced, write_samples
 from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store import CacheLoader, open_cache
@@ -146,10 +146,7 @@ def open_files() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader_scale", description=__doc__)
-    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    given = parser.parse_args(arguments)
+    given = parsed("loader_scale", arguments)
     torch.set_num_threads(1)
     recorder = Recorder("loader_scale", arguments)
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:

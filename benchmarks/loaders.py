@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.flags import parsed
 from benchmarks.tables import Recorder
 
 if TYPE_CHECKING:
@@ -27,17 +28,7 @@ QUICK = (256, 256, 16)
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loaders", description=__doc__)
-    parser.add_argument("--store", type=Path, help="a finished store with real states (default: synthetic ones)")
-    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
-    parser.add_argument("--width", type=int, help="H of synthetic states (default: 576 and 2560)")
-    parser.add_argument("--seq-length", type=int, help="S of synthetic states (default: 512 and 1024)")
-    parser.add_argument("--samples", type=int, help="samples (default: 64, and 32 where H is 2560)")
-    parser.add_argument("--epochs", type=int, default=5, help="most epochs of a contender over a link (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="small states and one epoch")
-    parser.add_argument("--epochs-only", action="store_true", help="measure epochs, not writing or some layers only")
-    parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    given = parser.parse_args(arguments)
+    given = parsed("loaders", arguments)
     from benchmarks import reading  # which takes torch and zarr, and help does not
 
     recorder = Recorder("loaders", arguments)

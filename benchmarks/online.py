@@ -9,7 +9,6 @@ of states that were made in other batches; where they differ by more, the two tr
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 import yaml
 
 from benchmarks.estimate import settings_of_store
+from benchmarks.flags import parsed
 from dspark_store import open_cache
 from dspark_store.readers.cache import Cache
 from dspark_store.target.capture import find_base_model
@@ -60,11 +60,9 @@ class TrainingSummary(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train twice and compare; return 0, or 1 when the two did not learn the same."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("store")
     words = sys.argv[1:] if arguments is None else list(arguments)
     cut = words.index("--") if "--" in words else len(words)
-    given, flags = parser.parse_args(words[:cut]), words[cut + 1 :]
+    given, flags = parsed("online", words[:cut]), words[cut + 1 :]
     cache = open_cache(given.store)
     with tempfile.TemporaryDirectory() as place:
         job = Path(place) / "job.yaml"

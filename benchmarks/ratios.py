@@ -6,11 +6,11 @@ chunks with each preset as a store keeps them, the fill behind the last position
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.flags import parsed
 from benchmarks.tables import Column, Recorder, Table
 from dspark_store import open_cache
 from dspark_store.format.dtypes import CACHE_DTYPES
@@ -33,10 +33,7 @@ def layer_bytes(cache: Cache, variant: Variant, samples: Sequence[int]) -> list[
 
 def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ratios", description=__doc__)
-    parser.add_argument("store", type=Path, metavar="STORE", help="a finished store of float32 states")
-    parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    given = parser.parse_args(arguments)
+    given = parsed("ratios", arguments)
     recorder = Recorder("ratios", [argument.replace(str(given.store), "STORE") for argument in arguments])
     cache = open_cache(given.store)
     samples = range(min(32, len(cache)))

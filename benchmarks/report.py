@@ -8,7 +8,6 @@ this project are listed in its last section, each with the reason that `reasons.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 import jinja2
 
+from benchmarks.flags import parsed
 from benchmarks.tables import Machine, Outcome, PeerComparison, load_outcome
 
 TEMPLATE = Path(__file__).with_name("report.md.jinja")
@@ -131,10 +131,7 @@ def render(outcomes: Sequence[Outcome], page: str = "") -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page; return the exit code, 2 when there is nothing to join."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--from", dest="source", type=Path, default="bench", help="folder of JSON (default: bench)")
-    parser.add_argument("--to", type=Path, default="docs/benchmarks.md", help="page (default: docs/benchmarks.md)")
-    given = parser.parse_args(arguments)
+    given = parsed("report", arguments)
     try:
         outcomes = read_outcomes(given.source)
         page = given.to.read_text(encoding="utf-8") if given.to.exists() else ""

@@ -8,7 +8,6 @@ workers. Ours goes from a JSONL file to ids and masks: parsing, rendering, findi
 with tools is measured apart.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from benchmarks.flags import parsed
 from benchmarks.tables import Column, PeerComparison, Recorder, Table
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.chat import ChatSource
@@ -191,13 +191,7 @@ def resident() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chats", type=int, default=200_000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--tokenizer", help="a directory with a tokenizer; one is trained otherwise")
-    parser.add_argument("--untagged", action="store_true", help="a template without generation tags")
-    parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    given = parser.parse_args(arguments)
+    given = parsed("tokenise", arguments)
     recorder = Recorder("tokenise", arguments)
     os.environ.setdefault("RAYON_NUM_THREADS", str(given.workers))
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ is of the others, paired by repeat. Without a store, one of synthetic states per
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.costs import elapsed, time_in_turn
+from benchmarks.flags import parsed
 from benchmarks.samples import new_schema, synthetic_samples, unsynced, write_samples
 from benchmarks.tables import Cell, Column, Table
 from dspark_store import open_cache
@@ -124,11 +124,7 @@ def measure(place: Path, name: str, threads: int, repeats: int) -> list[tuple[Ce
 
 def main(arguments: Sequence[str]) -> int:
     """Run the measurement; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", nargs="?", type=Path, help="a complete store, in place of synthetic ones")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    given = parser.parse_args(arguments)
+    given = parsed("verify", arguments)
     rows: list[tuple[Cell, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
         places = {given.store.name: given.store} if given.store else {codec: Path(folder, codec) for codec in CODECS}

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import writing_cost
 from benchmarks.costs import Elapsed, elapsed, in_own_process, peak_of, resident_bytes
+from benchmarks.flags import WRITER_PARTS, parsed
 from benchmarks.peer_writing import RAGGED, ways_to_write
 from benchmarks.peers import rate_table
 from benchmarks.samples import BF16, Samples, new_schema, synthetic_samples, synthetic_states, write_samples
@@ -32,7 +33,6 @@ LAYERS, SEQ_LENGTH, LENGTH = 5, 1024, 256
 MEMORY_SAMPLES = 256
 RATE_SAMPLES, RATE_SHARD = 256, 256  # the default of --shard-size
 BUFFER_BYTES = 64 * 2**20
-PARTS = ("memory", "rates", "cost", "idle", "peers")
 PEER_WIDTH, PEER_SHARD, CODECS = 2560, 16, ("none", "default")
 
 
@@ -148,28 +148,14 @@ def peers_table(gigabytes: float, place: Path, repeats: int) -> Table:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.writers", description=__doc__)
-    parser.add_argument("--width", type=int, default=4096, help="H, the hidden size (default: 4096)")
-    parser.add_argument("--codec", default="default", help="codec preset (default: default)")
-    parser.add_argument("--repeats", type=int, default=7, help="alternating runs (default: 7)")
-    parser.add_argument(
-        "--tokens-per-second", type=float, default=500, help="rate of the cost's forward (default: 500)"
-    )
-    parser.add_argument("--samples", type=int, default=64, help="samples of 128 tokens a run of the cost (default: 64)")
-    parser.add_argument(
-        "--gigabytes", type=float, default=2.0, help="bytes of states that peers write as well (default: 2)"
-    )
-    parser.add_argument("--only", choices=PARTS, help="measure one thing (default: all)")
-    parser.add_argument("--place", type=Path, help="directory to write in (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="file to write the outcome to")
-    given = parser.parse_args(arguments)
+    given = parsed("writers", arguments)
     torch.set_num_threads(1)
     recorder = Recorder("writers", arguments)
     recorder.describe(
         f"synthetic states: H={given.width}, K={LAYERS}, bf16, codec {given.codec}; {os.cpu_count()} cores"
     )
     with tempfile.TemporaryDirectory(dir=given.place) as temporary:
-        for part in PARTS if given.only is None else (given.only,):
+        for part in WRITER_PARTS if given.only is None else (given.only,):
             recorder.add(_table(part, given, Path(temporary) / part))
     recorder.save(given.json)
     return 0
