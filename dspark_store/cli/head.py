@@ -112,10 +112,10 @@ class Page:
         if names and self._cache.record.phase != "tokens":
             part = f" of {names[int(self._cache.source[sample])]}"
         marked = ", NOT FINITE" if self._cache.record.complete and status[sample] != 0 else ""
-        count, supervised = len(tokens.ids), int(tokens.mask.sum())
+        count, supervised = len(tokens.input_ids), int(tokens.loss_mask.sum())
         yield self._colours.paint(f"sample {sample}{part}: {count:,} tokens, {supervised:,} supervised{marked}", "bold")
         shown = min(count, self._most_tokens or count)
-        text = masked_text(tokens.ids[:shown], tokens.mask[:shown], self._decode, self._colours, _MARKS)
+        text = masked_text(tokens.input_ids[:shown], tokens.loss_mask[:shown], self._decode, self._colours, _MARKS)
         yield text if shown == count else f"{text} ... and {count - shown:,} tokens more"
 
     def _states(self, sample: int) -> Iterator[str]:

@@ -12,7 +12,6 @@ from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.metadata import ROOT_KEY
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.verification import Verification, problem_line, verify
-from dspark_store.progress import start_progress
 from dspark_store.text import say, say_json, size_text
 
 if TYPE_CHECKING:  # torch takes seconds, and is needed for --recompute only
@@ -64,12 +63,7 @@ def _recompute(
     given: argparse.Namespace, storage: LocalStorage, found: Verification
 ) -> tuple[list[Recomputed], list[Problem]]:
     """Recompute random samples that nothing else is wrong with; return their differences, and the problems of them."""
-    from dspark_store.inspection.recomputing import (
-        Recomputed,
-        differing,
-        draw_samples,
-        recompute_samples,
-    )
+    from dspark_store.inspection.recomputing import draw_samples, recompute_samples
     from dspark_store.readers.cache import Cache
     from dspark_store.target.device import device_named
     from dspark_store.target.source import TargetSource
@@ -77,14 +71,7 @@ def _recompute(
     cache = Cache(storage, allow_incomplete=True, verify=True)
     source = TargetSource(given.target_model, given.trust_remote_code)
     samples = draw_samples(cache, given.recompute, given.seed, found.hit)
-    with start_progress("recompute", len(samples), "samples") as bar:
-        results = []
-        for result in recompute_samples(cache, source, device_named(given.device), samples):
-            results.append(result)
-            bar.advance(1)
-    fresh = [result for result in results if isinstance(result, Recomputed)]
-    unreadable = [result for result in results if isinstance(result, Problem)]
-    return fresh, [*unreadable, *differing(fresh, given.tolerance, cache)]
+    return recompute_samples(cache, source, device_named(given.device), samples, given.tolerance)
 
 
 def _print(found: Verification, fresh: Sequence[Recomputed]) -> None:

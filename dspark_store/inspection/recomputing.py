@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dspark_store.format.damage import DamagedStoreError, Part, Problem
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.format.manifest import Manifest
 from dspark_store.format.schema import LAST
 from dspark_store.precompute.recompute import recompute
+from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.target.batches import BatchLimit, recorded_limit
 from dspark_store.target.capture import TargetCapture
@@ -37,21 +37,30 @@ class Recomputed:
 
 
 def recompute_samples(
-    cache: Cache, source: TargetSource, device: torch.device, samples: Sequence[int]
-) -> Iterator[Recomputed | Problem]:
-    """Run a store's target on samples in the batches that they were captured in; yield a difference for each.
+    cache: Cache, source: TargetSource, device: torch.device, samples: Sequence[int], tolerance: float
+) -> tuple[list[Recomputed], list[Problem]]:
+    """Run a store's target on samples in the batches that they were captured in; return the difference of each.
 
-    A sample that cannot be read is a problem. ValueError when the store does not say how it was captured, or the target
-    has other weights.
+    A sample is a problem that differs by more than ``tolerance``, or by what is no number, or that cannot be read.
+    ValueError when the store does not say how it was captured, or the target has other weights.
     """
-    capture, limit = _load_target(cache, source, device)
-    for sample in samples:
-        try:
-            for _, difference in recompute(cache, capture, device, limit, [sample]):
-                yield Recomputed(sample, difference)
-        except (DamagedStoreError, OSError) as error:
-            shard = cache.schema.tokens.locate(sample)[0]
-            yield Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} cannot be recomputed: {error}")
+    fresh, problems = list[Recomputed](), list[Problem]()
+    with start_progress("recompute", len(samples), "samples") as progress:
+        capture, limit = _load_target(cache, source, device)
+        for sample in samples:
+            wrong = ""
+            try:
+                ((_, difference),) = recompute(cache, capture, device, limit, [sample])
+                fresh.append(Recomputed(sample, difference))
+                if not difference <= tolerance:
+                    wrong = f"differs from a fresh forward of the target by up to {difference:.3g}"
+            except (DamagedStoreError, OSError) as error:
+                wrong = f"cannot be recomputed: {error}"
+            if wrong:
+                shard = cache.schema.tokens.locate(sample)[0]
+                problems.append(Problem(Part.STATES, LAST, shard, (sample,), f"sample {sample} {wrong}"))
+            progress.advance(1)
+    return fresh, problems
 
 
 def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tuple[TargetCapture, BatchLimit]:
@@ -71,26 +80,18 @@ def _load_target(cache: Cache, source: TargetSource, device: torch.device) -> tu
             f"({str(manifest['target_weights'])[:12]}): give the one that it was made with, {manifest['target_model']}"
         )
     attention = manifest.get("attn_implementation")
+    # of a target that was cut, the first layers
+    depth = None if manifest.get("target_num_hidden_layers_full") is None else manifest["num_hidden_layers"]
+    if depth is not None and not isinstance(depth, int):
+        raise ValueError(f"the manifest's num_hidden_layers is {depth!r}, expected a number")
     model = load_target(
         source,
         dtype=getattr(torch, str(manifest["compute_dtype"])),
         device=device,
         attn_implementation=None if attention is None else str(attention),
-        num_layers=_cut(manifest),
+        num_layers=depth,
     )
     return TargetCapture(model, cache.layer_ids), limit
-
-
-def _cut(manifest: Manifest) -> int | None:
-    """Return how many layers of the target the store was captured from, None for all."""
-    return None if manifest.get("target_num_hidden_layers_full") is None else _count(manifest, "num_hidden_layers")
-
-
-def _count(manifest: Manifest, name: str) -> int:
-    value = manifest[name]
-    if not isinstance(value, int):
-        raise ValueError(f"the manifest's {name} is {value!r}, expected a number")
-    return value
 
 
 def draw_samples(cache: Cache, count: int, seed: int, without: Collection[int]) -> list[int]:
@@ -98,15 +99,3 @@ def draw_samples(cache: Cache, count: int, seed: int, without: Collection[int]) 
     shards = cache.index.committed()
     pool = [sample for shard in shards for sample in cache.schema.tokens.rows(shard) if sample not in without]
     return sorted(random.Random(seed).sample(pool, min(count, len(pool))))
-
-
-def differing(results: Sequence[Recomputed], tolerance: float, cache: Cache) -> list[Problem]:
-    """Return a problem for each sample that differs by more than ``tolerance``, or by what is no number."""
-    problems = []
-    for result in results:
-        if result.difference <= tolerance:
-            continue
-        shard = cache.schema.tokens.locate(result.sample)[0]
-        text = f"sample {result.sample} differs from a fresh forward of the target by up to {result.difference:.3g}"
-        problems.append(Problem(Part.STATES, LAST, shard, (result.sample,), text))
-    return problems

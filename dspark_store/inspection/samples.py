@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """The valid tokens of a sample by its number: ``ids`` (length,) int32 and ``mask`` (length,) uint8, of 0 and 1."""
+    """Valid tokens of sample ``number``: ``input_ids`` (length,) int32 and ``loss_mask`` (length,) uint8, 0 or 1."""
 
     number: int
-    ids: np.ndarray
-    mask: np.ndarray
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,8 @@ class SampleReader:
         ValueError for a layer that was not captured, DamagedStoreError for states that are not what was written.
         """
         ids = self._cache.layer_ids if layers is None else layers
-        batch = self._cache.read(
-            [sample],
-            columns=(LAYERS, LAST),
-            layers=layers,
-            positions=slice(0, int(self._cache.lengths[sample])),
-            layout="stacked",
-        )
+        span, columns = slice(0, int(self._cache.lengths[sample])), (LAYERS, LAST)
+        batch = self._cache.read([sample], columns=columns, layers=layers, positions=span, layout="stacked")
         measured = [measure(layer_id, states) for layer_id, states in zip(ids, batch[LAYERS][0], strict=True)]
         return [*measured, measure(None, batch[LAST][0])]
 
@@ -126,20 +122,10 @@ def measure(layer_id: int | None, states: torch.Tensor) -> StateNorms:
     values = states.double()
     finite = values.isfinite()
     whole = values[finite.all(dim=1)]
-    nonfinite = int((~finite).sum())
-    if not whole.numel():
-        nan = float("nan")
-        return StateNorms(layer_id, nan, nan, nan, nan, nan, nonfinite)
     norms = whole.norm(dim=1)
-    return StateNorms(
-        layer_id,
-        mean_norm=float(norms.mean()),
-        least_norm=float(norms.min()),
-        most_norm=float(norms.max()),
-        least=float(whole.min()),
-        most=float(whole.max()),
-        nonfinite=nonfinite,
-    )
+    some = (norms.mean(), norms.min(), norms.max(), whole.min(), whole.max()) if whole.numel() else (math.nan,) * 5
+    mean, least, most, lowest, highest = map(float, some)
+    return StateNorms(layer_id, mean, least, most, lowest, highest, int((~finite).sum()))
 
 
 def _samples_so_far(storage: Storage, shard_size: int) -> int:

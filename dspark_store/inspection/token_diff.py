@@ -16,6 +16,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import NO_RECORD
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard, sample_digest
+from dspark_store.inspection.samples import SampleTokens
 from dspark_store.sources.identity import comparable
 from dspark_store.sources.source import Sample, Source
 
@@ -24,19 +25,10 @@ _SAME_ROWS = frozenset({"on_bad_row", "template_date"})
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTokens:
-    """A sample of a store: its number, ids (length,) int32 and mask (length,) uint8."""
-
-    number: int
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class TokenPair:
     """A sample as it is stored and as its row gives it today. One of them is None where it has no counterpart."""
 
-    stored: StoredTokens | None
+    stored: SampleTokens | None
     today: Sample | None
 
     @property
@@ -96,21 +88,21 @@ def pair_tokens(storage: Storage, record: StoreRecord, source: Source) -> Iterat
             following = next(groups, None)
         rows = read_token_shard(storage, record, shard)
         stored = [
-            StoredTokens(first + row, ids, mask)
+            SampleTokens(first + row, ids, mask)
             for row, (ids, mask) in enumerate(zip(rows.ids, rows.masks, strict=True))
         ]
         yield from _aligned(stored, today)
         first += count
 
 
-def _aligned(stored: Sequence[StoredTokens], today: Sequence[Sample]) -> Iterator[TokenPair]:
+def _aligned(stored: Sequence[SampleTokens], today: Sequence[Sample]) -> Iterator[TokenPair]:
     before, now = _digests(stored), _digests(today)
     for _, start, stop, others, end in SequenceMatcher(None, before, now, autojunk=False).get_opcodes():
         for one, other in zip_longest(stored[start:stop], today[others:end]):
             yield TokenPair(one, other)
 
 
-def _digests(samples: Sequence[StoredTokens] | Sequence[Sample]) -> list[bytes]:
+def _digests(samples: Sequence[SampleTokens] | Sequence[Sample]) -> list[bytes]:
     return [sample_digest(sample.input_ids, sample.loss_mask) for sample in samples]
 
 

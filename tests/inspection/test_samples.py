@@ -24,8 +24,8 @@ def test_tokens_are_those_that_were_written_in_every_phase(tmp_path, until):
     assert reader.samples == len(RAGGED)
     for number, sample in enumerate(store.samples):
         tokens = reader.tokens(number)
-        assert np.array_equal(tokens.ids, sample.ids)
-        assert np.array_equal(tokens.mask, sample.mask)
+        assert np.array_equal(tokens.input_ids, sample.ids)
+        assert np.array_equal(tokens.loss_mask, sample.mask)
         assert reader.has_states(number) == (until != "tokens")
 
 

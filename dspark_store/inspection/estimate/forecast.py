@@ -11,8 +11,15 @@ from dspark_store.format.dtypes import CACHE_DTYPES
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
-from dspark_store.inspection.estimate.corpus import Corpus, count_source, count_store
-from dspark_store.inspection.estimate.estimation import Duration, StoreEstimate, estimate_store, measured_duration
+from dspark_store.inspection.estimate.estimation import (
+    Corpus,
+    Duration,
+    StoreEstimate,
+    count_source,
+    count_store,
+    estimate_store,
+    measured_duration,
+)
 from dspark_store.inspection.estimate.measurement import Measurement, Variant, measure_store, measure_target, variants
 from dspark_store.precompute.capture import missing_shards
 from dspark_store.precompute.estimate import recorded_rate

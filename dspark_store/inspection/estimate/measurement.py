@@ -103,7 +103,7 @@ def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
 def token_row_bytes(schema: StoreSchema, row: SampleTokens) -> tuple[int, int]:
     """Return the bytes of one row's chunk of ids and of its chunk of the mask."""
     sizes = []
-    for column, values in ((IDS, row.ids), (MASK, row.mask)):
+    for column, values in ((IDS, row.input_ids), (MASK, row.loss_mask)):
         dtype, fill = TOKEN_VALUES[column]
         padded = np.full(schema.seq_length, fill, dtype)
         padded[: len(values)] = values
@@ -231,7 +231,7 @@ def _run(
 
     The first forward warms up: its time counts where it is the only one.
     """
-    tokens = TokenRows([row.ids for row in measurement.rows], [row.mask for row in measurement.rows])
+    tokens = TokenRows([row.input_ids for row in measurement.rows], [row.loss_mask for row in measurement.rows])
     pad, vocab_size = (cast(int, job.manifest[name]) for name in ("pad_token_id", "target_vocab_size"))
     positions, seconds = 0, 0.0
     for number, batch in enumerate(batches_of(tokens.lengths, job.config.batch_limit)):
