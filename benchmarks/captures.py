@@ -19,7 +19,6 @@ from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.capture import (
-    Capture,
     CaptureContext,
     CaptureEvents,
     CaptureSettings,
@@ -33,7 +32,7 @@ from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.report import Profile
 from dspark_store.precompute.watch import Watch
 from dspark_store.target.batches import batches_of, padded_batch
-from dspark_store.target.capture import StageStates
+from dspark_store.target.capture import StageCapture, StageStates
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.writers.pipeline import EncodePipeline
 
@@ -96,13 +95,13 @@ def new_workload(
     return CaptureWork(storage, record, settings, encode_threads)
 
 
-def run_forwards(workload: CaptureWork, capture: Capture) -> None:
+def run_forwards(workload: CaptureWork, capture: StageCapture) -> None:
     """Run every batch and drop its states."""
     for _ in _captured(workload, capture):
         pass
 
 
-def run_copies(workload: CaptureWork, capture: Capture) -> None:
+def run_copies(workload: CaptureWork, capture: StageCapture) -> None:
     """Run every batch, bring its states to the host as a capture does, and drop them there."""
     copies = HostCopies(workload.settings.device, workload.record.schema.dtype.torch_dtype)
     under_way: deque[HostCopy] = deque()
@@ -114,13 +113,13 @@ def run_copies(workload: CaptureWork, capture: Capture) -> None:
         under_way.popleft().wait()
 
 
-def _captured(workload: CaptureWork, capture: Capture) -> Iterator[StageStates]:
+def _captured(workload: CaptureWork, capture: StageCapture) -> Iterator[StageStates]:
     device = workload.settings.device
     for ids, attention in workload.batches():
         yield capture(ids.to(device), attention.to(device))
 
 
-def run_writing(workload: CaptureWork, capture: Capture) -> int:
+def run_writing(workload: CaptureWork, capture: StageCapture) -> int:
     """Capture and commit every shard as a job of one process does; return the stored bytes of the states."""
     storage, record, plan = workload.storage, workload.record, ParallelPlan(1)
     schema, settings = record.schema, workload.settings

@@ -32,10 +32,10 @@ from benchmarks.flags import parsed
 from benchmarks.samples import BF16, new_schema
 from dspark_store import CacheLoader, open_cache, verify_store
 from dspark_store.format.schema import LAST, LAYERS
-from dspark_store.precompute.capture import Capture, CaptureSettings
+from dspark_store.precompute.capture import CaptureSettings
 from dspark_store.precompute.copies import HostCopies
 from dspark_store.precompute.recompute import recompute
-from dspark_store.target.capture import StageStates, TargetCapture
+from dspark_store.target.capture import StageCapture, StageStates, TargetCapture
 from dspark_store.target.layers import build_target_layer_ids
 from dspark_store.target.parallel import ParallelPlan
 from dspark_store.target.sharded import ShardedTarget
@@ -143,7 +143,7 @@ class GpuRun:
             yield Figure("share of the copies that is hidden", _share(1 - (copying - forward) / copy))
         yield Figure("states stored", stored / 1e9, "GB")
 
-    def _copy_seconds(self, capture: Capture) -> float:
+    def _copy_seconds(self, capture: StageCapture) -> float:
         """Return how long the copies of a whole run take with nothing beside them, from those of its first batch."""
         ids, attention = next(self.workload.batches())
         states = capture(ids.to(self.device), attention.to(self.device))

@@ -25,8 +25,8 @@ from benchmarks.samples import BF16, new_schema, synthetic_states
 from benchmarks.tables import Column, PeerComparison, Table
 from dspark_store.format.dtypes import tensor_bits
 from dspark_store.format.schema import StoreSchema
-from dspark_store.precompute.capture import Capture, CaptureSettings
-from dspark_store.target.capture import StageStates
+from dspark_store.precompute.capture import CaptureSettings
+from dspark_store.target.capture import StageCapture, StageStates
 
 MIB = 2**20
 LAYERS, LENGTH, BATCH, VOCAB = 5, 128, 4, 1000
@@ -160,7 +160,7 @@ def measure_peak(case: CaptureCase, place: Path, writes: bool) -> int:
     """Return the peak resident bytes of this process over one run, with writing or without."""
     torch.set_num_threads(_cores())
     workload, capture = case.workload(place), case.stand_in()
-    run: Callable[[CaptureWork, Capture], object] = run_writing if writes else run_forwards
+    run: Callable[[CaptureWork, StageCapture], object] = run_writing if writes else run_forwards
     return peak_of(lambda: run(workload, capture))
 
 
@@ -236,7 +236,7 @@ def idle_table(place: Path, *, pairs: int, rate: float = IDLE_RATE, samples: int
     )
 
 
-def _seconds_of_writing(workload: CaptureWork, target: Capture, place: Path) -> float:
+def _seconds_of_writing(workload: CaptureWork, target: StageCapture, place: Path) -> float:
     copy = workload.copied(place)
     seconds = elapsed(partial(run_writing, copy, target), CPU).clock
     shutil.rmtree(place)

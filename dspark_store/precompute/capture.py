@@ -20,11 +20,9 @@ from dspark_store.precompute.copies import HostCopies, HostCopy
 from dspark_store.precompute.crew import Crew
 from dspark_store.precompute.report import Profile
 from dspark_store.target.batches import BatchLimit, batches_of, padded_batch
-from dspark_store.target.capture import StageStates
+from dspark_store.target.capture import StageCapture, StageStates
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.states import FinishedObjects, NonFiniteError, StateShardWriter, publish_states
-
-type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
 _DUMMY_TOKENS = 8
 
@@ -52,7 +50,7 @@ class CaptureContext:
 
     storage: Storage
     record: StoreRecord
-    capture: Capture
+    capture: StageCapture
     settings: CaptureSettings
     objects: Sequence[StateObject]
     pipeline: EncodePipeline

@@ -24,28 +24,28 @@ type _Key = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedStates:
-    """States of one batch, in the target's compute dtype and on its device.
-
-    `layers` holds K tensors (B, S, H), one for each layer id, in the order of the ids; `last` (B, S, H) is the output
-    of the final norm. Layer id N - 1 is `last` itself, the same tensor object.
-    """
-
-    layers: tuple[Tensor, ...]
-    last: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class StageStates:
-    """The states of one batch that this rank holds: all of them, or those of its pipeline stage.
+    """The states of one batch that this rank holds, in the target's compute dtype and on its device.
 
-    `slots` are ascending positions in the layer ids, and `layers` the tensors (B, S, H) for them. `last` (B, S, H) is
-    None on a rank that does not run the final norm.
+    `slots` are ascending positions in the layer ids: all of them, or those of this rank's pipeline stage. `layers` are
+    the tensors (B, S, H) for them. `last` (B, S, H) is the output of the final norm, None on a rank that does not run
+    it. Layer id N - 1 is `last` itself, the same tensor object.
     """
 
     slots: tuple[int, ...]
     layers: tuple[Tensor, ...]
     last: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStates(StageStates):
+    """The states of one batch, all of them."""
+
+    last: Tensor
+
+
+type StageCapture = Callable[[Tensor, Tensor], StageStates]
+"""Runs a batch of ids and attention mask (B, S), and gives the states that this rank holds."""
 
 
 class TargetCapture:
@@ -114,7 +114,7 @@ class TargetCapture:
             last if layer_id == self.num_layers - 1 else _averaged_streams(_state(states, layer_id))
             for layer_id in self.layer_ids
         )
-        return CapturedStates(tuple(layers), last)
+        return CapturedStates(tuple(range(len(self.layer_ids))), tuple(layers), last)
 
 
 def _keep_output(states: dict[_Key, Tensor], key: _Key) -> Callable[[nn.Module, object, object], None]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from dspark_store.format.jsonvalue import JsonValue
-from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
+from dspark_store.target.capture import StageCapture, StageStates, TargetCapture, find_base_model
 from dspark_store.target.facts import VocabularyWeights, gather_vocabulary
 from dspark_store.target.layers import EMBEDDING_LAYER_ID
 from dspark_store.target.parallel import ParallelPlan
@@ -26,8 +26,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIMENSIONS = 4
 _HEADER_LENGTH = 3 + _MOST_DIMENSIONS  # number of the message, dtype, count of dimensions, dimensions
 _IN_FLIGHT = 2
-
-type StageCapture = Callable[[Tensor, Tensor], StageStates]
 
 
 class TensorChannel:

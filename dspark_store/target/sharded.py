@@ -25,7 +25,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from dspark_store.target.axes import shard_experts, shard_fully, shard_tensors
-from dspark_store.target.capture import StageStates, TargetCapture, find_base_model
+from dspark_store.target.capture import StageCapture, TargetCapture, find_base_model
 from dspark_store.target.facts import VocabularyWeights, gather_vocabulary, head_facts, model_without_weights
 from dspark_store.target.layers import cut_target_config
 from dspark_store.target.load import (
@@ -37,7 +37,7 @@ from dspark_store.target.load import (
     text_config,
 )
 from dspark_store.target.parallel import ParallelPlan
-from dspark_store.target.pipeline import PipelineStage, StageCapture
+from dspark_store.target.pipeline import PipelineStage
 from dspark_store.target.source import TargetSource, locate, one_line_errors
 
 type Shape = Callable[[PreTrainedModel], None]
@@ -64,14 +64,7 @@ class ShardedTarget:
         """
         if self._stage is not None:
             return self._stage.capture(self.model, layer_ids)
-        capture = TargetCapture(self.model, layer_ids)
-        slots = tuple(range(len(capture.layer_ids)))
-
-        def run(input_ids: Tensor, attention_mask: Tensor) -> StageStates:
-            states = capture(input_ids, attention_mask)
-            return StageStates(slots, states.layers, states.last)
-
-        return run
+        return TargetCapture(self.model, layer_ids)
 
     def weights(self) -> VocabularyWeights | None:
         """Gather the vocabulary tables: whole on rank 0, None on the others. Every rank must call it."""

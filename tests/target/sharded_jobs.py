@@ -84,8 +84,7 @@ def expected(case: Case) -> Held:
     torch.set_num_threads(1)
     model = load_target(TargetSource(str(case.path)), dtype=case.dtype, device=CPU, num_layers=case.num_layers)
     capture = TargetCapture(model, layer_ids(len(find_base_model(model)[1])))
-    states = [capture(ids, mask) for ids, mask in batches()]
-    whole = [StageStates(tuple(range(len(each.layers))), each.layers, each.last) for each in states]
+    whole: list[StageStates] = [capture(ids, mask) for ids, mask in batches()]
     target = ShardedTarget(model, ParallelPlan(1), 0)
     return Held(whole, parameter_bytes(model), {}, target.weights(), dict(model.named_buffers()))
 

@@ -27,12 +27,11 @@ from dspark_store.precompute.ranks import join_world
 from dspark_store.progress import start_progress
 from dspark_store.readers.cache import Cache
 from dspark_store.target.batches import batches_of, padded_batch
-from dspark_store.target.capture import StageStates
+from dspark_store.target.capture import StageCapture
 
 _TABLE_CHUNKS = 16
 type RowStates = tuple[int, list[torch.Tensor]]
 """The place of a row among those measured, and its states: of each captured layer (length, H), then the last."""
-type Capture = Callable[[torch.Tensor, torch.Tensor], StageStates]
 
 
 class Variant(NamedTuple):
@@ -225,7 +224,7 @@ def measure_target(job: Job, measurement: Measurement) -> str:
 
 
 def _run(
-    job: Job, measurement: Measurement, capture: Capture, device: torch.device, check: Callable[[], None]
+    job: Job, measurement: Measurement, capture: StageCapture, device: torch.device, check: Callable[[], None]
 ) -> Iterator[RowStates]:
     """Yield the states of every row, on the CPU as the compute dtype has them; in the end, note how fast it was.
 
