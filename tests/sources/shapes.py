@@ -125,6 +125,30 @@ def _roles(header: str, closer: str, opening: str = "", assistant: str = "assist
     )
 
 
+def _alike(
+    name: str,
+    header: str,
+    closer: str,
+    specials: tuple[str, ...],
+    eos: str,
+    opening: str = "",
+    *,
+    before: str = "",
+    assistant: str = "assistant",
+    trims: bool = False,
+    default_system: str = "",
+    **more: bool,
+) -> Shape:
+    """Give the shape whose roles look alike: a header with `ROLE`, the content, and what closes it."""
+    template = _roles(header, closer, opening, assistant, ".strip()" if trims else "")
+    if default_system:
+        template = f"{{%- if messages[0]['role'] != 'system' %}}{{{{- {default_system!r} }}}}{{%- endif %}}" + template
+    user, system = (header.replace("ROLE", role) + "TEXT" + closer for role in ("user", "system"))
+    said = (header.replace("ROLE", assistant), "", closer)
+    pieces = turns(said, user, system, opening, trims=trims, default_system=default_system)
+    return Shape(name, before + template, pieces, specials, eos, opening or None, **more)
+
+
 _QWEN3 = (
     "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m['role'] == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -166,9 +190,6 @@ _COMMAND_R = (
     "{%- endfor %}" + _prompt("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
 )
 _GRANITE_SYSTEM = "<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n"
-_GRANITE = f"{{%- if messages[0]['role'] != 'system' %}}{{{{- {_GRANITE_SYSTEM!r} }}}}{{%- endif %}}" + _roles(
-    "<|start_of_role|>ROLE<|end_of_role|>", "<|end_of_text|>\n"
-)
 _OLMO = (
     "{{- bos_token }}"
     + _EACH
@@ -177,48 +198,29 @@ _OLMO = (
     "{{- '<|' + m['role'] + '|>\n' + text + '\n' }}{%- endif %}"
     "{%- endfor %}" + _prompt("<|assistant|>\n")
 )
-_GEMMA = "{{- bos_token }}" + _ALTERNATE + _roles("<start_of_turn>ROLE\n", "<end_of_turn>\n", "", "model", ".strip()")
 _IM = ("<|im_start|>", "<|im_end|>")
 
 SHAPES = (
-    Shape(
-        "ChatML",
-        _roles("<|im_start|>ROLE\n", "<|im_end|>\n"),
-        turns(
-            ("<|im_start|>assistant\n", "", "<|im_end|>\n"),
-            "<|im_start|>user\nTEXT<|im_end|>\n",
-            "<|im_start|>system\nTEXT<|im_end|>\n",
-        ),
-        _IM,
-        "<|im_end|>",
-    ),
-    Shape(
+    _alike("ChatML", "<|im_start|>ROLE\n", "<|im_end|>\n", _IM, "<|im_end|>"),
+    _alike(
         "Llama 3",
-        _roles("<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>", "<|begin_of_text|>", trim=".strip()"),
-        turns(
-            ("<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>"),
-            "<|start_header_id|>user<|end_header_id|>\n\nTEXT<|eot_id|>",
-            "<|start_header_id|>system<|end_header_id|>\n\nTEXT<|eot_id|>",
-            "<|begin_of_text|>",
-            trims=True,
-        ),
+        "<|start_header_id|>ROLE<|end_header_id|>\n\n",
+        "<|eot_id|>",
         ("<|start_header_id|>", "<|end_header_id|>"),
         "<|eot_id|>",
         "<|begin_of_text|>",
+        trims=True,
     ),
-    Shape(
+    _alike(
         "Gemma",
-        _GEMMA,
-        turns(
-            ("<start_of_turn>model\n", "", "<end_of_turn>\n"),
-            "<start_of_turn>user\nTEXT<end_of_turn>\n",
-            "",
-            "<bos>",
-            trims=True,
-        ),
+        "<start_of_turn>ROLE\n",
+        "<end_of_turn>\n",
         ("<start_of_turn>", "<end_of_turn>"),
         "<eos>",
         "<bos>",
+        before=_ALTERNATE,
+        assistant="model",
+        trims=True,
         folds_system=True,
         alternates=True,
     ),
@@ -279,24 +281,14 @@ SHAPES = (
         "<|END_OF_TURN_TOKEN|>",
         "<BOS_TOKEN>",
     ),
-    Shape(
+    _alike(
         "Granite",
-        _GRANITE,
-        turns(
-            ("<|start_of_role|>assistant<|end_of_role|>", "", "<|end_of_text|>\n"),
-            "<|start_of_role|>user<|end_of_role|>TEXT<|end_of_text|>\n",
-            "<|start_of_role|>system<|end_of_role|>TEXT<|end_of_text|>\n",
-            default_system=_GRANITE_SYSTEM,
-        ),
+        "<|start_of_role|>ROLE<|end_of_role|>",
+        "<|end_of_text|>\n",
         ("<|start_of_role|>", "<|end_of_role|>"),
         "<|end_of_text|>",
+        default_system=_GRANITE_SYSTEM,
     ),
     Shape("OLMo", _OLMO, olmo_pieces, (), "<|endoftext|>", "<|endoftext|>"),
-    Shape(
-        "Zephyr",
-        _roles("<|ROLE|>\n", "</s>\n"),
-        turns(("<|assistant|>\n", "", "</s>\n"), "<|user|>\nTEXT</s>\n", "<|system|>\nTEXT</s>\n"),
-        (),
-        "</s>",
-    ),
+    _alike("Zephyr", "<|ROLE|>\n", "</s>\n", (), "</s>"),
 )

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark_store.sources import ChatSource, SourceError
+from dspark_store.sources import SourceError
 from dspark_store.sources.encode import cut
-from dspark_store.sources.options import ChatOptions, RowOptions
+from dspark_store.sources.options import RowOptions
 from tests.sources.words import CHAT, open_chats, word_tokenizer, write_rows
 
 IDS, MASK = np.arange(7, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1], np.uint8)
@@ -44,11 +44,19 @@ def test_the_pieces_of_a_split_are_the_whole(length, seq_length):
 
 @pytest.mark.parametrize(
     ("seq_length", "options"),
-    [(0, {}), (8, {"over_long": "shrink"}), (8, {"truncation_side": "middle"}), (8, {"min_supervised": 99})],
+    [
+        (0, {}),
+        (8, {"num_workers": -1}),
+        (8, {"on_bad_row": "stop"}),
+        (8, {"max_refused": float("nan")}),
+        (8, {"over_long": "shrink"}),
+        (8, {"truncation_side": "middle"}),
+        (8, {"min_supervised": 99}),
+    ],
 )
 def test_impossible_options_are_refused(seq_length, options):
     with pytest.raises(SourceError, match=r"is .*; expected"):
-        ChatSource("rows.jsonl", None, ChatOptions(**options), seq_length=seq_length)
+        open_chats("rows.jsonl", None, seq_length=seq_length, **options)
 
 
 def test_reading_goes_on_inside_a_row_that_was_divided(tmp_path):

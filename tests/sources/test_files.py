@@ -181,11 +181,6 @@ def rows_of(path: Path) -> list[object]:
         return [parse_row(text)[0] for text in rows.take(range(len(rows)))]
 
 
-def test_rows_are_read_in_any_order(tmp_path):
-    with closing(open_rows(write_rows(tmp_path / "a.ndjson", *({"a": index} for index in range(5))))) as rows:
-        assert [parse_row(text)[0]["a"] for text in rows.take([4, 0, 4])] == [4, 0, 4]
-
-
 def test_blank_lines_are_skipped_but_counted_in_line_numbers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"a": 1}\n \t\n\n{"a": 2}\n{"a": 3}\n\n')

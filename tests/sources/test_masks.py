@@ -40,32 +40,29 @@ REWRITTEN: list[Message] = [
 ]
 
 
-def test_without_tags_an_assistant_message_is_its_header_and_closing_too():
-    assert mask_of(PLAIN) == bits("0*5 1*5 0*4 1*4")
+PROMPTED = PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
+BARE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+SHORT: list[Message] = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
 
 
-def test_with_tags_only_what_is_inside_them_is_supervised():
-    assert mask_of(TAGGED) == bits("0*7 1*3 0*6 1*2")
-
-
-def test_turns_of_two_tokens_alternate():
-    two = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user", "assistant")]
-    assert mask_of(two, turns) == bits("0*2 1*2 0*2 1*2")
-
-
-@pytest.mark.parametrize("template", [PLAIN, TAGGED])
-def test_a_conversation_without_assistant_is_all_zero(template):
-    assert mask_of(template, CHAT[:1]) == bits("0*5")
-
-
-def test_a_conversation_may_start_with_the_assistant():
-    assert mask_of(PLAIN, CHAT[1:3]) == bits("1*5 0*4")
-    assert mask_of(TAGGED, CHAT[1:3]) == bits("0*2 1*3 0*4")
-
-
-def test_assistant_messages_in_a_row_are_all_marked():
-    assert mask_of(PLAIN, [CHAT[0], CHAT[1], CHAT[3]]) == bits("0*5 1*9")
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (PLAIN, CHAT, "0*5 1*5 0*4 1*4"),  # an answer has its header and its closing too
+        (TAGGED, CHAT, "0*7 1*3 0*6 1*2"),  # what is inside of the tags
+        (BARE, SHORT, "0*2 1*2 0*2 1*2"),
+        (PLAIN, CHAT[:1], "0*5"),
+        (TAGGED, CHAT[:1], "0*5"),
+        (PLAIN, CHAT[1:3], "1*5 0*4"),
+        (TAGGED, CHAT[1:3], "0*2 1*3 0*4"),
+        (PLAIN, [CHAT[0], CHAT[1], CHAT[3]], "0*5 1*9"),
+        (BARE + "</s>", CHAT, "0*3 1*3 0*2 1*3"),  # which longer renders do not have there
+        (THINKING_IN_LAST_TURN_ONLY, REWRITTEN, "0*4 1*4 0*4 1*7"),
+        ("<pad> " + PROMPTED, CHAT[1:3], "0 1*5 0*4"),  # what opens every text is no part of an answer
+    ],
+)
+def test_what_the_assistant_said_is_supervised(template, messages, expected):
+    assert mask_of(template, messages) == bits(expected)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +85,6 @@ def test_a_prefix_is_exact_up_to_a_terminator(prefix, terminator, length):
     assert shared_prefix_length(prefix, "123", terminator) == length
 
 
-def test_a_terminator_that_longer_renders_do_not_have_is_no_part_of_a_turn():
-    ended = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}</s>"
-    assert mask_of(ended) == bits("0*3 1*3 0*2 1*3")
-
-
-def test_a_template_that_changes_earlier_turns_gives_the_mask_of_what_it_renders():
-    assert mask_of(THINKING_IN_LAST_TURN_ONLY, REWRITTEN) == bits("0*4 1*4 0*4 1*7")
-
-
 def test_a_turn_that_cannot_be_located_is_an_error():
     counting = "{% for m in messages %}<s> {{ m.role }} w{{ messages|length }} {{ m.content|length }} </s> {% endfor %}"
     with pytest.raises(SourceError, match=r"rewrites earlier turns.*first 1 messages.*\{% generation %\}"):
@@ -104,14 +92,8 @@ def test_a_turn_that_cannot_be_located_is_an_error():
 
 
 def test_headers_can_be_left_out_without_tags_too():
-    prompted = PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
-    assert mask_of(prompted, headers=True) == mask_of(TAGGED)
+    assert mask_of(PROMPTED, headers=True) == mask_of(TAGGED)
     assert mask_of(PLAIN, headers=True) == mask_of(TAGGED)
-
-
-def test_what_opens_every_text_is_no_part_of_a_first_assistant_message():
-    prompted = "<pad> " + PLAIN + "{% if add_generation_prompt %}<s> assistant {% endif %}"
-    assert mask_of(prompted, CHAT[1:3]) == bits("0 1*5 0*4")
 
 
 def test_generation_tags_work_where_earlier_turns_change():

@@ -78,14 +78,16 @@ def test_the_system_of_a_row_is_part_of_its_text(tmp_path):
     assert words(path) == ["<s> system w1 </s> <s> user hi </s>"]
 
 
-@pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"loss": 0}, {"loss": False}, {"train": False}])
-def test_messages_of_the_assistant_that_are_not_to_be_learned_are_not(key):
-    assert read_conversation({"messages": [USER, {**SAID, **key}, USER, SAID]}).supervised == [False] * 3 + [True]
-
-
-@pytest.mark.parametrize("key", [{"weight": 1}, {"loss": 1}, {"loss": True}, {"train": True}, {"weight": None}])
-def test_messages_of_the_assistant_that_are_to_be_learned_are(key):
-    assert read_conversation({"messages": [{**USER, "weight": 0.5}, {**SAID, **key}]}).supervised == [False, True]
+@pytest.mark.parametrize(
+    ("key", "learned"),
+    [
+        *((key, False) for key in ({"weight": 0}, {"weight": 0.0}, {"loss": 0}, {"loss": False}, {"train": False})),
+        *((key, True) for key in ({"weight": 1}, {"loss": 1}, {"loss": True}, {"train": True}, {"weight": None})),
+    ],
+)
+def test_messages_of_the_assistant_say_whether_they_are_to_be_learned(key, learned):
+    chat = [{**USER, "weight": 0.5}, {**SAID, **key}, USER, SAID]
+    assert read_conversation({"messages": chat}).supervised == [False, learned, False, True]
 
 
 @pytest.mark.parametrize("key", [{"weight": 0.5}, {"weight": 2}, {"weight": "0"}, {"loss": "no"}, {"train": []}])

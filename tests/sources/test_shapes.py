@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.masks import tokens_and_mask
-from dspark_store.sources.messages import Conversation, read_conversation
+from dspark_store.sources.messages import read_conversation
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.rendering import Renderer
 from tests.sources.shapes import ENDING, HEADER, REASONING, SAID, SHAPES
@@ -89,38 +89,6 @@ def test_thinking_inside_the_content_of_earlier_turns_is_left_out_as_the_templat
     ]
     renderer = Renderer(shape.tokenizer(tagged=False))
     assert supervised_text(renderer, chat, headers=True)[1] == ("b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n")
-
-
-def test_places_learned_from_one_conversation_do_not_mislead_in_another():
-    shape = next(shape for shape in SHAPES if shape.name == "OLMo")
-    learned = Renderer(shape.tokenizer(tagged=False))
-    chats_of_words = [
-        [{"role": role, "content": word} for role in ("user", "assistant", "user", "assistant")]
-        for word in ("a", "b\n")
-    ]
-    for chat in chats_of_words:
-        again = Conversation([dict(message) for message in chat], None)
-        expected = tokens_and_mask(Renderer(shape.tokenizer(tagged=False)), again)[1].tolist()
-        assert tokens_and_mask(learned, again)[1].tolist() == expected
-    assert learned.use(None, None).gaps
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_conversation_that_is_explained_by_those_before_is_rendered_once(shape, monkeypatch):
-    renderer = Renderer(shape.tokenizer(tagged=False))
-    renders: list[object] = []
-    render = renderer.render
-
-    def counted(*chat, **options):
-        renders.append(chat)
-        return render(*chat, **options)
-
-    monkeypatch.setattr(renderer, "render", counted)
-    for word in ("a", "b"):
-        renders.clear()
-        chat = [{"role": role, "content": word} for role in ("user", "assistant", "user", "assistant")]
-        supervised_text(renderer, chat)
-    assert len(renders) == 1
 
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["tagged", "untagged"])

@@ -25,24 +25,14 @@ def template_from(value, own=None):
     return tokenizer.chat_template
 
 
-def test_none_keeps_the_tokenizers_own_template():
+def test_a_template_is_the_tokenizers_own_or_given_inline_or_in_a_file(tmp_path):
+    (tmp_path / "t.jinja").write_text(TAGGED)
     assert template_from(None, own=PLAIN) == PLAIN
-
-
-def test_none_without_a_template_is_an_error():
+    for inline in ("{% for m in messages %}{% endfor %}", "{{ messages }}"):
+        assert template_from(inline, own=PLAIN) == inline
+    assert template_from(tmp_path / "t.jinja") == template_from(str(tmp_path / "t.jinja")) == TAGGED
     with pytest.raises(SourceError, match="no chat template"):
         template_from(None)
-
-
-@pytest.mark.parametrize("inline", ["{% for m in messages %}{% endfor %}", "{{ messages }}"])
-def test_jinja_is_taken_as_it_is(inline):
-    assert template_from(inline, own=PLAIN) == inline
-
-
-def test_a_file_gives_its_text(tmp_path):
-    (tmp_path / "t.jinja").write_text(TAGGED)
-    assert template_from(tmp_path / "t.jinja") == TAGGED
-    assert template_from(str(tmp_path / "t.jinja")) == TAGGED
 
 
 def test_a_json_file_gives_its_entry(tmp_path):

@@ -39,53 +39,30 @@ TWO = [user("a"), said("b"), user("c"), said("d")]
 # Closings
 
 
-@pytest.mark.parametrize("opening", ["", "{{ bos_token }}", "{{ '<|im_start|>system\nS<|im_end|>\n' }}"])
-def test_an_answer_has_the_closing_that_it_has_where_it_stands(opening):
-    assert shown(opening + LAST_ENDS, TWO).endswith(
-        "<|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
-        "<|im_start|>user\nc<|im_end|>\n[[<|im_start|>assistant\nd</s>]]"
-    )
+UNPROMPTED = LAST_ENDS[: LAST_ENDS.index("{% if add_generation_prompt")]
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('alternate') }}{% endif %}{% endfor %}{{ bos_token }}"
+)
 
 
-def test_closings_that_differ_in_place_are_found_without_a_prompt():
-    template = "{{ bos_token }}" + LAST_ENDS[: LAST_ENDS.index("{% if add_generation_prompt")]
-    assert shown(template, TWO) == (
-        "<s><|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
-        "<|im_start|>user\nc<|im_end|>\n[[<|im_start|>assistant\nd</s>]]"
-    )
-
-
-def test_an_answer_has_its_closing_without_its_header_too():
-    assert shown(LAST_ENDS, TWO, headers=True) == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>\n]]"
-        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[[d</s>]]"
-    )
-
-
-@pytest.mark.parametrize("last", ["<|return|>", "<|end|>\n\n"])
-def test_a_last_closing_may_be_any_text(last):
-    template = LAST_ENDS.replace("eos_token", repr(last))
-    assert shown(template, TWO) == (
-        "<|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
-        f"<|im_start|>user\nc<|im_end|>\n[[<|im_start|>assistant\nd{last}]]"
-    )
-
-
-def test_a_last_answer_may_have_no_closing_at_all():
-    template = LAST_ENDS.replace("{{ eos_token }}", "")
-    assert shown(template, TWO) == (
-        "<|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
-        "<|im_start|>user\nc<|im_end|>\n[[<|im_start|>assistant\nd]]"
-    )
-
-
-def test_closings_that_differ_in_place_are_found_where_roles_must_alternate():
-    alternating = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    alternating += "{{ raise_exception('alternate') }}{% endif %}{% endfor %}{{ bos_token }}" + LAST_ENDS
-    assert shown(alternating, TWO) == (
-        "<s><|im_start|>user\na<|im_end|>\n[[<|im_start|>assistant\nb<|im_end|>\n]]"
-        "<|im_start|>user\nc<|im_end|>\n[[<|im_start|>assistant\nd</s>]]"
-    )
+@pytest.mark.parametrize(
+    ("template", "last"),
+    [
+        *((opening + LAST_ENDS, "</s>") for opening in ("", "{{ bos_token }}", "{{ '<|im_start|>system\nS' }}")),
+        ("{{ bos_token }}" + UNPROMPTED, "</s>"),
+        (ALTERNATING + LAST_ENDS, "</s>"),
+        *((LAST_ENDS.replace("eos_token", repr(last)), last) for last in ("<|return|>", "<|end|>\n\n", "")),
+    ],
+)
+def test_an_answer_has_the_closing_that_it_has_where_it_stands(template, last):
+    start, stop = "<|im_start|>", "<|im_end|>\n"
+    question, answer = start + "user\n", start + "assistant\n"
+    assert shown(template, TWO).endswith(f"{question}a{stop}[[{answer}b{stop}]]{question}c{stop}[[{answer}d{last}]]")
+    if template == LAST_ENDS:
+        assert shown(template, TWO, headers=True) == (
+            f"{question}a{stop}{answer}[[b{stop}]]{question}c{stop}{answer}[[d{last}]]"
+        )
 
 
 def test_headers_that_count_their_messages_are_headers():

@@ -96,7 +96,3 @@ GOLDEN = {
         bin_sha256="76b2a617b9bd63fe7d89b591cf182b42cad4c8b911130baa28defb34eadc8564",
     ),
 }
-
-TRUNCATED_BYTES = 133
-"""The set `truncated` is `uint16` with its `.bin` cut to this."""
-TRUNCATED_SHA256 = "7ff2178a44d106ab9063048c8544aa5b5e9bb79dec22653f87c545c2b37b7697"

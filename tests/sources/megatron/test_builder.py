@@ -39,19 +39,6 @@ def test_an_empty_pair_has_42_bytes_and_opens(tmp_path):
     assert (len(pair.lengths), pair.boundaries.tolist()) == (0, [0])
 
 
-def test_items_and_documents_give_the_same_pair(tmp_path):
-    small(tmp_path / "a")
-    with PairBuilder(tmp_path / "b", dtype="uint16") as builder:
-        builder.add_item([10, 11])
-        builder.add_item(np.array([20, 21, 22], np.int64))
-        builder.end_document()
-        builder.add_item([30])
-        builder.end_document()
-        builder.end_document()
-    for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
-
-
 def test_a_pair_merged_with_itself_keeps_its_documents_apart(tmp_path):
     small(tmp_path / "a")
     with PairBuilder(tmp_path / "b", dtype=np.uint16) as builder:

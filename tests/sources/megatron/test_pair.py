@@ -14,23 +14,12 @@ from hypothesis import strategies as st
 from dspark_store.sources.megatron import IndexedPair, PairBuilder, open_pair
 from dspark_store.sources.megatron.pair import DTYPES, HEADER, MAGIC, dtype_code
 from dspark_store.sources.source import SourceError
-from tests.sources.megatron.golden import GOLDEN, TRUNCATED_BYTES, GoldenPair
+from tests.sources.megatron.golden import GOLDEN
 from tests.sources.megatron.pairs import write_pair
 
 
 def documents_of(pair: IndexedPair) -> list[list[int]]:
     return [pair.stream(start, stop).tolist() for start, stop in pairwise(pair.document_starts().tolist())]
-
-
-@pytest.mark.parametrize("golden", GOLDEN.values(), ids=GOLDEN)
-def test_golden_pairs_read_exactly(golden: GoldenPair, tmp_path):
-    pair = open_pair(golden.build(tmp_path / "corpus"), skip_images=True)
-    assert pair.dtype == np.dtype(golden.dtype)
-    assert pair.lengths.tolist() == list(golden.lengths)
-    assert pair.boundaries.tolist() == list(golden.boundaries)
-    assert (None if pair.modes is None else tuple(pair.modes)) == golden.modes
-    assert [pair.sequence(number).tolist() for number in range(len(golden.lengths))] == golden.sequences()
-    assert documents_of(pair) == golden.documents()
 
 
 @given(
@@ -170,15 +159,6 @@ def test_every_truncation_of_the_index_is_refused(tmp_path):
         prefix.with_suffix(".idx").write_bytes(whole[:size])
         with pytest.raises(SourceError, match="bytes"):
             open_pair(prefix)
-
-
-def test_the_truncated_golden_pair_is_refused_with_what_is_missing(tmp_path):
-    prefix = GOLDEN["uint16"].build(tmp_path / "corpus")
-    payload = prefix.with_suffix(".bin").read_bytes()
-    prefix.with_suffix(".bin").write_bytes(payload[:TRUNCATED_BYTES])
-    message = r"has 133 bytes, and its index needs 138: the last 5 bytes are missing, from document 4 \(sequence 6\)"
-    with pytest.raises(SourceError, match=message):
-        open_pair(prefix)
 
 
 @pytest.mark.parametrize("code", DTYPES)

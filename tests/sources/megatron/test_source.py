@@ -4,15 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_store import open_cache
-from dspark_store.format.token_shards import sample_digest
 from dspark_store.sources.megatron import MegatronOptions, MegatronSource, PairBuilder, write_samples
 from dspark_store.sources.megatron.source import build_megatron
 from dspark_store.sources.registry import SourceContext, SourceSpec, build_source
 from dspark_store.sources.source import Sample, SourceError
 from tests.sources.megatron.golden import GOLDEN
 from tests.sources.megatron.pairs import numbered, write_pair
-from tests.stores import build_store
 
 WINDOWS = {"mode": "window", "cache": False}
 RULES = ("megatron", "hyper_parallel")
@@ -254,28 +251,6 @@ def test_samples_written_as_pairs_read_back(tmp_path):
     assert [sample.loss_mask.tolist() for sample in back] == [[0, 1, 1], [0]]
     write_samples(samples, tmp_path / "b")
     assert ids(source(tmp_path / "b").read()) == ids(samples)
-
-
-def test_the_tokens_of_a_store_written_as_a_pair_read_back_with_the_same_digests(tmp_path):
-    store = build_store(tmp_path / "store")
-    samples = [
-        Sample(sample.ids.astype(np.int32), sample.mask.astype(np.uint8), number)
-        for number, sample in enumerate(store.samples)
-    ]
-    cache = open_cache(store.path)
-    from_cache = [
-        Sample(
-            cache[row]["input_ids"][:length].numpy().astype(np.int32),
-            cache[row]["loss_mask"][:length].numpy().astype(np.uint8),
-            row,
-        )
-        for row, length in enumerate(cache.lengths.tolist())
-    ]
-    write_samples(from_cache, tmp_path / "a", mask_prefix=tmp_path / "m", vocab_size=len(store.embed))
-    back = source(tmp_path / "a", store.schema.seq_length, loss_mask=tmp_path / "m")
-    assert back.lengths().tolist() == cache.lengths.tolist()
-    digests = [sample_digest(sample.input_ids, sample.loss_mask) for sample in back.read()]
-    assert digests == [sample_digest(sample.input_ids, sample.loss_mask) for sample in samples]
 
 
 def test_a_specification_is_built_with_the_settings_of_the_job(tmp_path):

@@ -65,12 +65,6 @@ def test_the_worked_examples_of_both_rules(num_samples, rule, document, sample, 
     assert items(built, extra=0)[0] == first
 
 
-def test_the_items_of_one_epoch_have_the_token_after_them():
-    built = indices(num_samples=4)
-    assert items(built, extra=0) == [[301, 302, 303, 0], [200, 201, 202, 203], [100, 101, 102, 300], [1, 2, 3, 4]]
-    assert items(built)[0][1:] == [302, 303, 0, 1]
-
-
 def test_a_corpus_shorter_than_a_window_is_repeated_only_when_samples_are_asked_for():
     assert len(indices((3, 2), window=8).shuffle) == 0
     one = indices((3, 2), window=8, num_samples=1)
@@ -82,23 +76,10 @@ def test_a_corpus_shorter_than_a_window_is_repeated_only_when_samples_are_asked_
         assert three.shuffle.tolist() == [1, 0, 2]
 
 
-def test_the_last_window_may_be_partial():
-    kept = indices(window=6, keep_partial=True)
-    assert rows(kept) == [(0, 0), (1, 3), (3, 0), (3, 6), (3, 7)]
-    assert [206, 207] in items(kept)
-    assert len(indices(window=6).shuffle) == 3
-
-
 @pytest.mark.parametrize(("tokens", "keep", "lengths"), [(21, True, [8, 8, 4]), (21, False, [8, 8]), (5, True, [4])])
 def test_the_tail_of_a_text_is_a_window_or_dropped_as_hyper_parallel_tests_it(tokens, keep, lengths):
     built = indices((tokens,), window=8, keep_partial=keep)
     assert sorted(map(len, items(built, (tokens,), extra=0)), reverse=True) == lengths
-
-
-def test_without_the_extra_token_a_window_begins_at_the_end_of_a_document():
-    seed = next(seed for seed in range(10) if indices((4, 6), seed=seed).document.tolist() == [0, 1])
-    assert rows(indices((4, 6), seed=seed, extra_token=False)) == [(0, 0), (0, 4), (1, 4)]
-    assert rows(indices((4, 6), seed=seed)) == [(0, 0), (1, 0), (1, 4)]
 
 
 def test_the_count_of_samples_is_exact_where_a_32_bit_float_is_not():
