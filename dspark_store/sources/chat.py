@@ -13,7 +13,7 @@ from dspark_store.sources.files import DataPath, are_json, open_rows
 from dspark_store.sources.identity import CHAT_RULE
 from dspark_store.sources.limits import DEFAULT_LIMITS, RenderLimits
 from dspark_store.sources.options import DEFAULT_OPTIONS, ChatOptions, RowOptions, options_identity, options_of
-from dspark_store.sources.registry import SourceContext, Unset
+from dspark_store.sources.registry import OwnOrder, SourceContext
 from dspark_store.sources.row_order import select_automodels_rows, select_rows, split_name
 from dspark_store.sources.rows import RowData, Rows
 from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
@@ -278,12 +278,10 @@ def build_chat(
     *,
     path: DataPath | Sequence[DataPath],
     subset: str | None = None,
-    split: str | Unset | None = Unset.UNSET,
-    shuffle_seed: int | Unset | None = Unset.UNSET,
-    **options: Annotated[object, ChatOptions],
+    **options: Annotated[object, ChatOptions, OwnOrder],
 ) -> ChatSource:
     """Build a source of conversations; what its specification leaves out is as the job says. See `ChatSource`."""
-    job = context.with_own(split=split, shuffle_seed=shuffle_seed)
+    job = context.taking(options, OwnOrder)
     return _build(job, path, subset, context.tokenizer("chat"), options_of(context, options))
 
 
@@ -292,14 +290,13 @@ def build_tokens(
     *,
     path: DataPath | Sequence[DataPath],
     subset: str | None = None,
-    split: str | Unset | None = Unset.UNSET,
-    shuffle_seed: int | Unset | None = Unset.UNSET,
-    **options: Annotated[object, RowOptions],
+    **options: Annotated[object, RowOptions, OwnOrder],
 ) -> ChatSource:
     """Build a source of rows that are tokens already, which needs no tokenizer. See `ChatSource`."""
+    job = context.taking(options, OwnOrder)
     given = options_of(context, options)
     chosen = ChatOptions(**{option.name: getattr(given, option.name) for option in fields(RowOptions)})
-    return _build(context.with_own(split=split, shuffle_seed=shuffle_seed), path, subset, None, chosen)
+    return _build(job, path, subset, None, chosen)
 
 
 def _build(

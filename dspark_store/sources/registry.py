@@ -3,15 +3,14 @@
 A builder is a function `build(context, *, option, ...)` that returns a `Source`. Its keyword parameters are the options
 that a specification may give; those without a default must be given, and a value is checked against the annotation as
 far as that is made of plain types. One that is `**options: Annotated[object, Options]` has the fields of the dataclass
-`Options` as well, each of which may be None, which is one not given. A package registers one under a name in the
+`Options`, or of several, as well; each may be None. A package registers one under a name in the
 entry-point group `dspark_store.sources`. Nothing is imported before its name is asked for.
 """
 
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -56,10 +55,12 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
 }
 
 
-class Unset(Enum):
-    """The default of an option whose value None means something of its own."""
+@dataclass(frozen=True, slots=True)
+class OwnOrder:
+    """Options that a source may give itself, and that win over the job's; see `SourceContext`."""
 
-    UNSET = "as the job says"
+    split: str | None
+    shuffle_seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,9 @@ class SourceContext(ChatOptions):
         if self.load_tokenizer is not None:
             object.__setattr__(self, "load_tokenizer", cache(self.load_tokenizer))
 
-    def with_own(self, **options: Any) -> "SourceContext":  # noqa: ANN401 - of any field
-        """Return what the job says where a source's own options, which win, are not set."""
-        return replace(self, **{name: value for name, value in options.items() if value is not Unset.UNSET})
+    def taking(self, options: dict[str, Any], own: type) -> "SourceContext":
+        """Return what the job says with those of a source's options, which win and are taken out, that `own` has."""
+        return replace(self, **{item.name: options.pop(item.name) for item in fields(own) if item.name in options})
 
     def tokenizer(self, source_type: str) -> "PreTrainedTokenizerBase":
         """Return the tokenizer; SourceError when a source of this type needs one and the job has none."""
@@ -280,9 +281,9 @@ def _check_options(spec: SourceSpec, builder: Builder) -> None:
 
 
 def _shared_options(hint: object) -> dict[str, object]:
-    """Return the fields of the dataclass in the annotation of `**options`, and what each of them may be."""
-    options = next(filter(is_dataclass, getattr(hint, "__metadata__", ())), None)
-    return {name: Union[kind, None] for name, kind in get_type_hints(options).items()} if options else {}  # noqa: UP007
+    """Return the fields of the dataclasses in the annotation of `**options`, and what each of them may be."""
+    kinds = [get_type_hints(options) for options in getattr(hint, "__metadata__", ()) if is_dataclass(options)]
+    return {name: Union[kind, None] for options in kinds for name, kind in options.items()}  # noqa: UP007
 
 
 def _fits(value: object, hint: object) -> bool:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,7 +58,7 @@ def test_the_pieces_of_a_split_are_the_whole(length, seq_length):
 )
 def test_impossible_options_are_refused(seq_length, options):
     with pytest.raises(SourceError, match=r"is .*; expected"):
-        open_chats("rows.jsonl", None, seq_length=seq_length, **options)
+        open_chats(Path("rows.jsonl"), None, seq_length=seq_length, **options)
 
 
 def test_reading_goes_on_inside_a_row_that_was_divided(tmp_path):

@@ -1,7 +1,7 @@
 """A Megatron pair as a source of samples."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Annotated, Any, cast
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.sources.megatron.pair import IndexedPair, open_pair, pair_files
 from dspark_store.sources.megatron.plans import MegatronOptions, Plan, Span, plan_documents, plan_windows
-from dspark_store.sources.registry import SourceContext, Unset
+from dspark_store.sources.registry import OwnOrder, SourceContext
 from dspark_store.sources.row_order import select_rows
 from dspark_store.sources.source import Sample, Source, SourceError, SourceReport
 
@@ -247,17 +247,19 @@ class MegatronSource(Source):
             self._masks.require_unchanged()
 
 
+@dataclass(frozen=True, slots=True)
+class _OwnIds(OwnOrder):
+    vocab_size: int | None
+
+
 def build_megatron(
     context: SourceContext,
     *,
     path: str | PathLike[str],
-    split: str | Unset | None = Unset.UNSET,
-    shuffle_seed: int | Unset | None = Unset.UNSET,
-    vocab_size: int | Unset | None = Unset.UNSET,
-    **options: Annotated[Any, MegatronOptions],  # noqa: ANN401 - the registry looks at their types
+    **options: Annotated[Any, MegatronOptions, _OwnIds],  # noqa: ANN401 - the registry looks at their types
 ) -> MegatronSource:
     """Build a Megatron source from a specification; what that leaves out is as the job says. See `MegatronSource`."""
-    context = context.with_own(split=split, shuffle_seed=shuffle_seed, vocab_size=vocab_size)
+    context = context.taking(options, _OwnIds)
     if options.get("mode") == "window":
         options.setdefault("num_samples", context.num_samples)
     else:
