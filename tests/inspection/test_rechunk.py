@@ -77,13 +77,9 @@ def test_a_store_of_any_kind_is_copied(made, tmp_path):
 def test_chunks_and_shards_of_any_size_hold_the_same(source, place, chunk_tokens, shard_size):
     rechunk(source, place, CopySettings(chunk_tokens=chunk_tokens, shard_size=shard_size))
     schema = assert_copied(source, place).schema
+    positions = -(-20 // schema.chunk_tokens) * schema.chunk_tokens
+    assert zarr.open_array(place / LAYERS, mode="r").shards == (shard_size, positions, 8)
     assert (schema.chunk_tokens, schema.shard_size) == (min(chunk_tokens, 20), shard_size)
-
-
-def test_the_copy_is_to_stock_zarr_what_the_source_is(source, place):
-    rechunk(source, place, OTHER)
-    assert_zarr_agrees(source, place)
-    assert zarr.open_array(place / LAYERS, mode="r").shards == (2, 20, 8)
 
 
 def test_without_other_settings_only_the_stores_id_differs(source, place):

@@ -107,23 +107,15 @@ def test_a_copy_of_another_store_is_refused(source, place, tmp_path, monkeypatch
     assert contents(place) == before
 
 
-def test_a_store_that_is_no_copy_is_left_alone(source, tmp_path):
-    other = build_store(tmp_path / "other").path
-    before = contents(other)
-    assert "no copy" in refusal(source, other)
-    assert contents(other) == before
-
-
-def test_a_directory_with_something_else_is_left_alone(source, place):
+def test_what_is_no_copy_is_left_alone(source, place, tmp_path):
     place.mkdir(parents=True)
     (place / "thesis.tex").write_text("years of work")
-    assert "thesis.tex" in refusal(source, place)
-    assert contents(place) == {"thesis.tex": b"years of work"}
-
-
-def test_a_file_is_no_destination(source, tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "is a file" in refusal(source, tmp_path / "file")
+    store = build_store(tmp_path / "other").path
+    before = contents(tmp_path)
+    for other, words in ((store, "no copy"), (place, "thesis.tex"), (tmp_path / "file", "is a file")):
+        assert words in refusal(source, other)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("where", ["", "sub", ".."])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from dspark_store.cli.main import main
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.stats import survey as shard_survey
-from dspark_store.inspection.stats.figures import figure_text
 from dspark_store.inspection.stats.survey import Rules, measure_store
 from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.writers.publish import settle_tokens
@@ -153,6 +153,14 @@ def test_any_number_of_threads_gives_the_same_bits(store):
     assert measure(store.path, workers=Workers(1)) == measure(store.path, workers=Workers(5))
 
 
+def test_a_cluster_writes_the_same_bytes_as_threads(cluster, tmp_path):
+    path = build_store(tmp_path / "store", lengths=RAGGED * 3, shape=Shape(shard_size=1), spoiled=4).path
+    for place, options in (("threads", []), ("cluster", ["--scheduler", cluster.scheduler_address])):
+        assert main(["stats", str(path), "--output", str(tmp_path / place), *options]) == 0
+    for name in ("stats.json", "stats.html"):
+        assert (tmp_path / "threads" / name).read_bytes() == (tmp_path / "cluster" / name).read_bytes()
+
+
 def test_a_foreign_column_gives_the_same_figures(tmp_path):
     built = build_store(tmp_path)
     before = measure(built.path)
@@ -240,38 +248,3 @@ def test_another_store_at_the_same_path_is_refused(tmp_path):
     survey = replace(shard_survey.ShardSurvey.of(Cache(built.storage), Rules()), store_id=STORE_ID[::-1])
     with pytest.raises(ValueError, match="holds another store now"):
         survey(0)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (1234567, "1,234,567"),
-        (0.0, "0"),
-        (52.186, "52.19"),
-        (12345.6, "12,346"),
-        (0.00123456, "0.001235"),
-        (-3.0, "-3.000"),
-        (1.5e9, "1.500e+09"),
-        (1e-5, "1.000e-05"),
-        (None, "–"),  # noqa: RUF001 - a dash
-        (True, "yes"),
-        ("a b", "a b"),
-    ],
-)
-def test_a_value_is_written_with_what_can_be_read(value, text):
-    assert figure_text(value) == text
-
-
-@pytest.mark.parametrize(("share", "text"), [(0.5, "50.00 %"), (1, "100.00 %"), (0, "0.00 %"), (1e-6, "< 0.01 %")])
-def test_shares_are_percentages_and_a_small_one_is_not_zero(share, text):
-    assert figure_text(share, "percent") == text
-
-
-def test_tokens_show_their_white_space_and_nothing_invisible():
-    assert figure_text(" a\n\t\x00é", "token") == "␣a⏎⇥\\x00é"
-    assert figure_text(-4, "power") == "2^-4"
-
-
-def test_a_number_that_counts_nothing_is_written_as_it_is():
-    assert figure_text(128009, "id") == "128009"
