@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.precompute.jobs import arguments, interrupted, precompute, sharded_module
+from tests.precompute.rank_jobs import RankJobs
 from tests.tiny import save_target_dir, write_chats
 
 
@@ -51,3 +52,9 @@ def no_target(monkeypatch):
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(sharded_module, "load_target", load)
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory):
+    """Jobs of several ranks, beside the stores that one process makes of them."""
+    return RankJobs(tmp_path_factory.mktemp("jobs"))

@@ -5,7 +5,6 @@ import pytest
 from tests.precompute.rank_jobs import (
     BATCHES,
     SHARDS,
-    RankJobs,
     assert_same_store,
     equal_share,
     greatest_difference,
@@ -39,11 +38,6 @@ TENSOR_PARALLEL = [
     (4, ("--tp-size", 2, "--fsdp-size", 2)),
 ]
 BF16 = ("--compute-dtype", "bf16", "--dtype", "bf16")
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    return RankJobs(tmp_path_factory.mktemp("equal"))
 
 
 def check_equal(jobs, store, world, flags, target, most):

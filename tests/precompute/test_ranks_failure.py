@@ -9,7 +9,7 @@ from dspark_store import open_cache
 from dspark_store.target.batches import forward_cost
 from tests.crash.orders import Plant, Strike
 from tests.precompute.jobs import BATCH_SIZE
-from tests.precompute.rank_jobs import SHARDS, RankJobs
+from tests.precompute.rank_jobs import SHARDS
 
 pytestmark = pytest.mark.timeout(900)
 ENOUGH_SECONDS, PREEMPTION_SECONDS = 20, 10
@@ -27,11 +27,6 @@ ALL = [
     *((EP, stage, 0) for stage in ("encode", "write", "finish")),
     *((flags, stage, 0) for flags in (PP, EP) for stage in ("commit", "publish")),
 ]
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    return RankJobs(tmp_path_factory.mktemp("failure"))
 
 
 def check_resumes(jobs, store):

@@ -15,16 +15,11 @@ from dspark_store.writers.lock import LOCK_KEY
 from dspark_store.writers.process import ProcessName
 from tests.crash.orders import Plant, Strike
 from tests.precompute.jobs import arguments, states_of_files
-from tests.precompute.rank_jobs import BATCHES, RankJobs, assert_same_store
+from tests.precompute.rank_jobs import BATCHES, assert_same_store
 
 pytestmark = pytest.mark.timeout(900)
 PREEMPTION_SECONDS = 10
 CONFIGS = Path(__file__).parents[1] / "compat" / "configs"
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    return RankJobs(tmp_path_factory.mktemp("jobs"))
 
 
 def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):

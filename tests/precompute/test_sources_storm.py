@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from dspark_store.sources.chat import ROWS_PER_TASK, ChatSource
 from dspark_store.sources.encode import TASKS_PER_WORKER
 from dspark_store.sources.jsonl import JsonlRows
 from dspark_store.writers.recovery import sweep_uncommitted
+from tests.processes import until
 from tests.tiny import tiny_tokenizer, write_chats
 
 CHATS, SHARD_SIZE, WORKERS, LENGTH = 3_000, 128, 2, 512
@@ -58,19 +58,13 @@ def rows_of(trace: Path) -> list[int]:
     return [row for line in trace.read_text().splitlines() for row in json.loads(line)]
 
 
-def wait_until(condition, process):
-    while not condition():
-        assert process.is_alive()
-        time.sleep(0.01)
-
-
 @pytest.mark.storm
 def test_a_killed_token_phase_repeats_at_most_one_shard(tmp_path):
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     store, first, second = tmp_path / "store", tmp_path / "first", tmp_path / "second"
     process = start(chats, store, first)
     ledger = token_ledger(LocalStorage(store))
-    wait_until(lambda: len(ledger.committed()) * SHARD_SIZE > CHATS // 2, process)
+    until(lambda: len(ledger.committed()) * SHARD_SIZE > CHATS // 2)
     os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type] # it has started
     process.join()
     committed = ledger.committed()
