@@ -109,9 +109,9 @@ class Fetcher:
         """Decoded bytes of a position."""
         return self.target[:1, :1, :1].nbytes
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
-        """Stored bytes of a chunk, about at most."""
+        """Stored bytes of a plain chunk; of others about the most."""
         return self.grid.chunk_tokens * self.position_bytes + CRC_BYTES
 
 
@@ -156,7 +156,14 @@ class Fetch:
         return span.row * self.fetcher.grid.chunks_per_row + span.first, span.last - span.first
 
     def _fits_in_place(self) -> bool:
-        """Tell whether plain values are read to their places; for a checksum, whole chunks must have room there."""
+        """Tell whether plain values are read to their places; for a checksum, whole chunks must have room there.
+
+        Chunks of another size than plain ones have are staged, where decoding refuses them.
+        """
+        for row, first, last, _ in self.read.spans:
+            begin, *ends = self._tail.bounds[row, first : last + 1].tolist()
+            if ends != [begin + self.fetcher.chunk_bytes * (number + 1) for number in range(last - first)]:
+                return False
         if self._check:
             return self.fetcher.direct and all(whole for span in self.read.spans for *_, whole in self._chunks(span))
         return self.fetcher.direct or self.fetcher.position_bytes >= _LEAST_BUFFER

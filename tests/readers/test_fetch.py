@@ -20,10 +20,13 @@ from dspark_store import Cache, CacheLoader, DamagedStoreError, open_cache
 from dspark_store.format.codecs import plain_chain
 from dspark_store.format.files import LocalObject
 from dspark_store.format.grid import ShardGrid
-from dspark_store.format.objects import Expected, open_object
+from dspark_store.format.objects import Expected, Scratch, open_object
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.shard import ObjectLabel, Place, ShardWriter
 from dspark_store.format.storage import LocalStorage, ObjectReader
+from dspark_store.readers.fetch import Fetch, Fetcher
+from dspark_store.readers.plan import ObjectRead, RowSpan, SampleSpan
+from dspark_store.readers.ranges import Buffers
 from dspark_store.readers.threads import ForkSafeLock, Pending, Workers
 from tests.stores import BuiltStore, Shape, build_store, flip, padded, same_bits
 
@@ -203,6 +206,24 @@ def test_an_object_whose_rows_lie_apart_is_named(tmp_path: Path) -> None:
     writer.finish(ObjectLabel("s", (place,), 1, "t"))
     with pytest.raises(DamagedStoreError, match=r"^object c\.0 does not keep the chunks in slots 0 to 1 together"):
         open_object(storage, "c.0", grid, Expected("s", place))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_plain_chunks_of_another_size_are_damage(tmp_path: Path, verify: bool) -> None:
+    """Together they have the bytes that two chunks of eight positions have."""
+    storage, grid, place = LocalStorage(tmp_path), ShardGrid(1, 1, 16, 8), Place(LAST, 0, None, 0)
+    writer = ShardWriter(storage.create("c.0"), grid.slots)
+    writer.append(0, *(plain_chain(2).encode(np.zeros((positions, 4), np.uint16)) for positions in (4, 12)))
+    writer.finish(ObjectLabel("s", (place,), 1, "t"))
+    stored = open_object(storage, "c.0", grid, Expected("s", place))
+    target, chain = np.empty((1, 1, 16, 4), np.uint16), plain_chain(2)
+    fetcher = Fetcher(LAST, grid, chain, target, "s", verify, Buffers(), Scratch(), lambda _, error: error)
+    read = ObjectRead(0, 0, 0, (RowSpan(0, 0, 2, SampleSpan(0, 0, 16, 0, 0, 16)),))
+    fetch = Fetch(fetcher, read, Pending(lambda: None))
+    for offset, buffers in fetch.ranges(stored):
+        stored.reader.read_vector(buffers, offset)
+    with pytest.raises(DamagedStoreError, match=r"object c\.0, slot 0: "):
+        fetch.decode()
 
 
 @pytest.mark.parametrize("layout", ["flat", "stacked"])
