@@ -21,6 +21,8 @@ from dspark_store.readers.threads import USABLE_CORES, ForkSafeLock, Workers
 DEFAULT_IN_FLIGHT = min(16, max(4, 2 * USABLE_CORES))
 """For local files: threads beyond this only take the cores, and the batch in their caches, from one another."""
 DEFAULT_OPEN_OBJECTS = 256
+TAIL_BYTES = 256 * 1024 * 1024
+"""For the indices of open objects, about 12 bytes per chunk: there may be a million chunks in a shard."""
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
 _QUEUED = 2
 """Requests that are taken, per one in flight: the next ones are at hand, and no more batches begun than that takes."""
@@ -80,33 +82,38 @@ class RangeStage(Protocol):
 
 
 class ObjectPool:
-    """Open objects by name, at most ``limit`` of them; the least recently used one is let go."""
+    """Open objects by name, at most ``limit`` of them, with tails of at most ``tail_bytes``; one is always kept.
 
-    def __init__(self, limit: int = DEFAULT_OPEN_OBJECTS) -> None:
-        self._limit = limit
+    The least recently used one is let go. It stays open as long as somebody reads it.
+    """
+
+    def __init__(self, limit: int = DEFAULT_OPEN_OBJECTS, tail_bytes: int = TAIL_BYTES) -> None:
+        self._limit, self._tail_bytes = limit, tail_bytes
         self._objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
+        self._nbytes = 0
         self._lock = ForkSafeLock()
 
     def get(self, name: ObjectName, opening: Callable[[ObjectName], StoredObject]) -> StoredObject:
-        """Return an object, which ``opening`` opens and checks when it is first asked for.
-
-        An object that is let go stays open as long as somebody reads it.
-        """
+        """Return an object, which ``opening`` opens and checks when it is first asked for."""
         with self._lock.held:
             if name in self._objects:
                 self._objects.move_to_end(name)
                 return self._objects[name]
         opened = opening(name)
         with self._lock.held:
+            if name in self._objects:  # another thread was quicker
+                return self._objects[name]
             self._objects[name] = opened
-            while len(self._objects) > self._limit:
-                self._objects.popitem(last=False)
+            self._nbytes += opened.tail.nbytes
+            while len(self._objects) > self._limit or (self._nbytes > self._tail_bytes and len(self._objects) > 1):
+                self._nbytes -= self._objects.popitem(last=False)[1].tail.nbytes
         return opened
 
     def close(self) -> None:
         """Let every object go."""
         with self._lock.held:
             self._objects.clear()
+            self._nbytes = 0
 
 
 class LocalRanges:

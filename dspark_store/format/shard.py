@@ -171,6 +171,11 @@ class ObjectTail:
     record: ObjectRecord
 
     @property
+    def nbytes(self) -> int:
+        """The memory that index and checksums take."""
+        return self.bounds.nbytes + self.crcs.nbytes
+
+    @property
     def present(self) -> np.ndarray:
         """(slots,) bool: which chunks are stored."""
         return self.bounds[:, 1:].ravel() > 0

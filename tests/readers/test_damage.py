@@ -201,6 +201,15 @@ class TestObjectPool:
         assert pool.get((LAST, 0, 0), opening(path)) is opened[0]
         assert pool.get((LAST, 1, 0), opening(path)) is not opened[1]
 
+    def test_tails_take_a_bounded_number_of_bytes(self, path: Path) -> None:
+        each = opening(path)((LAST, 0, 0)).tail.nbytes
+        pool = ObjectPool(tail_bytes=2 * each)
+        opened = [pool.get((LAST, shard, 0), opening(path)) for shard in (0, 1, 2)]
+        kept = [pool.get((LAST, shard, 0), opening(path)) is opened[shard] for shard in (2, 1, 0)]
+        assert kept == [True, True, False]
+        small = ObjectPool(tail_bytes=1)
+        assert small.get((LAST, 0, 0), opening(path)) is small.get((LAST, 0, 0), opening(path))
+
     def test_an_object_that_was_let_go_is_still_readable(self, path: Path) -> None:
         pool = ObjectPool(limit=1)
         held = pool.get((LAST, 0, 0), opening(path))

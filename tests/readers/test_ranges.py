@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -40,7 +41,7 @@ class Asked:
 
 @pytest.fixture
 def stage():
-    opened = cast(StoredObject, object())
+    opened = cast(StoredObject, SimpleNamespace(tail=SimpleNamespace(nbytes=0)))
     ranges = LocalRanges(lambda name: opened, threads=2, in_flight=3, open_objects=4)
     yield ranges
     ranges.close()
