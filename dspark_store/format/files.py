@@ -315,7 +315,7 @@ class DirectAppender:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._memory = _staging_buffer()
+        self._memory: mmap.mmap | None = _staging_buffer()
         self._buffer = memoryview(self._memory)
         self._filled = 0
         _set_direct(descriptor, wanted=True)  # last: who goes on without this buffer needs a file that is not direct
@@ -340,8 +340,9 @@ class DirectAppender:
         _set_direct(self._descriptor, wanted=False)
         self._write(self._buffer[aligned : self._filled])
         self._filled = 0
-        if len(_staging) < _STAGING_KEPT:
-            _staging.append(self._memory)
+        memory, self._memory = self._memory, None  # given back once, whatever is called again after a failed fsync
+        if memory is not None and len(_staging) < _STAGING_KEPT:
+            _staging.append(memory)
 
     def close(self) -> None:
         """See `CachedAppender`; the memory goes with its last view, which an error's traceback may still hold."""

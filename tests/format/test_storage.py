@@ -345,6 +345,26 @@ def test_a_file_system_that_refuses_direct_writes_late_is_written_through_the_ca
     assert refused == [staged]
 
 
+def test_no_two_objects_share_a_buffer_after_a_failed_fsync(storage, staged, monkeypatch: pytest.MonkeyPatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    broken, others = storage.create("a"), [os.urandom(staged // 2) for _ in range(2)]
+    broken.write(bytes(staged // 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                broken.commit()
+    writers = [storage.create(name) for name in "bc"]
+    for writer, data in zip(writers, others, strict=True):
+        writer.write(data)
+    for writer in writers:
+        writer.commit()
+    broken.abort()
+    assert [storage.read(name) for name in "bc"] == others
+
+
 def test_without_memory_for_its_buffer_a_large_object_is_written_through_the_cache(
     storage, monkeypatch: pytest.MonkeyPatch
 ):
