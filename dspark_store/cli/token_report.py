@@ -32,7 +32,6 @@ from dspark_store.target.source import TargetSource
 from dspark_store.text import say, show
 
 FIRST_SAMPLES = 3
-_ROWS_A_STEP = 64
 _SEQ_LENGTH = 2048
 _TOKENS_BEFORE, _TOKENS_AFTER, _IDS_SHOWN = 24, 40, 8
 
@@ -223,15 +222,11 @@ def _places(source: Source, record: int) -> list[str]:
 
 def _print_report(source: Source, out: TextIO) -> None:
     counts = np.zeros((len(source.origins()), 3), np.int64)
-    passed = 0
     with start_progress("tokenise", len(source), "rows") as progress:
         for sample in source.read():
             counts[sample.origin] += (1, len(sample.input_ids), int(sample.loss_mask.sum()))
-            record = source.record_of(sample.cursor)
-            if record - passed >= _ROWS_A_STEP:
-                progress.advance(record - passed)
-                passed = record
-        progress.advance(len(source) - passed)
+            progress.reach(source.record_of(sample.cursor), lambda: "")
+        progress.reach(len(source), lambda: "")
     samples, tokens, supervised = counts.sum(axis=0).tolist()
     say(f"{samples:,} samples of {len(source):,} records, {tokens:,} tokens, {supervised:,} supervised", out=out)
     if isinstance(source, Blend):
