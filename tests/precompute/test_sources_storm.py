@@ -64,7 +64,7 @@ def test_a_killed_token_phase_repeats_at_most_one_shard(tmp_path):
     store, first, second = tmp_path / "store", tmp_path / "first", tmp_path / "second"
     process = start(chats, store, first)
     ledger = token_ledger(LocalStorage(store))
-    until(lambda: len(ledger.committed()) * SHARD_SIZE > CHATS // 2)
+    until(lambda: len(ledger.committed()) * SHARD_SIZE > CHATS // 2, limit=300)
     os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type] # it has started
     process.join()
     committed = ledger.committed()
