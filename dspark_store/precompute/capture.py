@@ -110,7 +110,7 @@ class ShardCapture:
         self._inputs = self._next_inputs()  # before the encoders have anything to do, which would compete with this
         if self._writer is not None:
             self._copies.append((copy, batch))
-            if not self.captured:  # `drain` stores what is left
+            if not self.captured:  # `store` or `drain` stores what is left
                 self._store_copies(self._context.copies.depth)
             self._check_finite()
         return sum(self._rows.lengths[row] for row in batch)
@@ -129,10 +129,14 @@ class ShardCapture:
         """Make a drained shard's objects durable, telling ``progress`` of each; None when this rank writes none."""
         return None if self._writer is None else self._writer.finish(progress)
 
+    def store(self) -> None:
+        """Give the encoders all that was captured."""
+        self._store_copies(0)
+
     def drain(self) -> None:
         """Wait until all states are encoded; NonFiniteError where the job is to stop at values that are not finite."""
         if self._writer is not None:
-            self._store_copies(0)
+            self.store()
             self._writer.drain()
             self._check_finite()
 
@@ -202,13 +206,15 @@ def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -
                     shard = shard or ShardCapture(context, number)
                     events.batch(shard.step())
                     if shard.captured:
-                        commits.wait()
-                        captured, shard = shard, None
-                        try:  # the next one's tokens are read before the encoders have all cores
+                        if commits.busy:
+                            shard.store()
+                        following: ShardCapture | None = None
+                        try:  # its tokens are read while the encoders leave a core, or a commit lasts all the same
                             number = crew.next_shard()
-                            shard = None if number is None else ShardCapture(context, number)
+                            following = None if number is None else ShardCapture(context, number)
                         finally:
-                            commits.begin(captured)
+                            commits.begin(shard)
+                        shard = following
                 events.progress()
                 commits.check()
             commits.wait()
@@ -231,9 +237,15 @@ class _Commits:
         self._last: Future[None] | None = None
 
     def begin(self, shard: ShardCapture) -> None:
-        """Begin with a shard; the one before is committed."""
+        """Wait until the shard before is committed, then begin with this one."""
+        self.wait()
         self._shard = shard
         self._last = self._thread.submit(self._commit, shard)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a commit is under way."""
+        return self._last is not None and not self._last.done()
 
     def check(self) -> None:
         """Raise the error of a commit that has failed."""
