@@ -9,10 +9,10 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test storm faults lint bench docs clean
+.PHONY: help demo test storm faults partners partnertest lint bench docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 8
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 demo: $(VENV)/demo.stamp ## cache a real small model's states over real conversations in ./demo, and read them back
 	$(RUN) -m benchmarks.fetch_target $(DEMO)
@@ -26,6 +26,12 @@ storm: $(VENV)/dev.stamp ## run the long crash tests
 
 faults: $(VENV)/dev.stamp ## break the library line by line, in copies of it, and look whether a test fails (under an hour)
 	$(RUN) -m tests.faults.run
+
+partners: ## resolve this package beside each partner, and build the environments of their tests and of the lowest versions (long)
+	$$(.ci/python) .ci/partners.py
+
+partnertest: ## run the tests of those environments that are there, and say which are not
+	$$(.ci/python) .ci/partners.py --test
 
 lint: $(VENV)/dev.stamp ## check style, format and types
 	$(RUN) -m ruff check

@@ -129,16 +129,14 @@ def test_no_suitable_python_is_one_line_that_says_what_to_do(tmp_path: Path) -> 
     assert "make PYTHON=" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("failing", "expected"), [("none", 0), ("lint", 1), ("test", 1)], ids=["both pass", "lint fails", "tests fail"]
-)
-def test_ci_passes_only_when_lint_and_tests_do(tmp_path: Path, failing: str, expected: int) -> None:
+@pytest.mark.parametrize(("failing", "expected"), [("none", 0), ("lint", 1), ("test", 1), ("partnertest", 1)])
+def test_ci_passes_only_when_lint_and_all_tests_do(tmp_path: Path, failing: str, expected: int) -> None:
     write_script(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
     write_script(tmp_path / "chromium", "exit 0")
     environment = {"PATH": f"{tmp_path}:{SYSTEM_PATH}", "CI": "true"}
     finished = subprocess.run([ROOT / ".ci" / "run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert finished.returncode == expected
-    assert re.findall("^ran .*$", finished.stdout, re.MULTILINE) == ["ran lint", "ran test"]
+    assert re.findall("^ran .*$", finished.stdout, re.MULTILINE) == ["ran lint", "ran test", "ran partnertest"]
 
 
 def test_ci_forbids_the_tests_that_need_chromium_to_skip_themselves(tmp_path: Path) -> None:
@@ -188,7 +186,19 @@ def test_a_system_without_apt_is_told_to_install_chromium_by_hand(tmp_path: Path
 def test_make_alone_lists_every_target() -> None:
     printed = subprocess.run(["make", "--silent"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [line.split()[0] for line in printed.splitlines()]
-    assert names == ["help", "demo", "test", "storm", "faults", "lint", "bench", "docs", "clean"]
+    assert names == [
+        "help",
+        "demo",
+        "test",
+        "storm",
+        "faults",
+        "partners",
+        "partnertest",
+        "lint",
+        "bench",
+        "docs",
+        "clean",
+    ]
 
 
 def test_the_documentation_has_no_broken_link() -> None:
@@ -221,3 +231,20 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         for match in machine_path.finditer(path.read_bytes().decode("utf-8", "replace"))
     ]
     assert found == []
+
+
+def test_tests_of_an_environment_that_is_not_there_are_named_as_not_run(tmp_path: Path) -> None:
+    script = tmp_path / ".ci" / "partners.py"
+    script.parent.mkdir()
+    script.write_bytes((ROOT / ".ci" / "partners.py").read_bytes())
+    finished = subprocess.run([sys.executable, script, "--test"], capture_output=True, text=True)
+    assert finished.returncode == 0
+    assert re.search(
+        r"not run, there is no environment \.partners/lowest \(make partners\): tests/format", finished.stdout
+    )
+
+
+def test_the_lowest_versions_are_those_that_are_declared() -> None:
+    printed = run_python("-c", "import partners; print(*partners.lowest_versions())", cwd=ROOT / ".ci").stdout.split()
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    assert [one.replace(">=", "==") for one in declared] == printed[: len(declared)]

@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -21,8 +22,6 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    KimiLinearConfig,
-    KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mistral3Config,
@@ -39,6 +38,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from dspark_store.target.parallel import SHARES_SINCE, is_transformers
+
+since_5_24 = pytest.mark.skipif(not is_transformers(SHARES_SINCE), reason=f"needs transformers {SHARES_SINCE}")
 NUM_LAYERS = 4
 HIDDEN_SIZE = 32
 VOCAB_SIZE = 288  # 256 bytes and the special tokens, rounded up to a multiple of 32
@@ -137,10 +139,15 @@ def tiny_glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def tiny_kimi_linear(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Kimi Linear: linear attention and full attention by turns, without positions."""
+    """Kimi Linear: linear attention and full attention by turns, without positions. Skips where there is none."""
+    transformers = pytest.importorskip("transformers", SHARES_SINCE, reason="this transformers has no kimi_linear")
     own = {**_LATENT_ATTENTION, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4}
     turns = {"layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)}
-    return _built(KimiLinearForCausalLM, KimiLinearConfig(**{**_DENSE_SHAPE, **own, **turns, **changes}), seed)
+    return _built(
+        transformers.KimiLinearForCausalLM,
+        transformers.KimiLinearConfig(**{**_DENSE_SHAPE, **own, **turns, **changes}),
+        seed,
+    )
 
 
 def tiny_gemma4(seed: int = 0, **changes: Any) -> PreTrainedModel:

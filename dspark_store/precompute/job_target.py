@@ -25,7 +25,6 @@ from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.undo import TargetError
-from dspark_store.target.axes import open_shard_groups
 from dspark_store.target.device import can_hold_tensors, index_of, resolve_compute_dtype
 from dspark_store.target.layers import cut_target_config, resolve_reduced_target_layers
 from dspark_store.target.load import input_device, load_target, load_target_config, read_model_type, text_config
@@ -221,6 +220,8 @@ class JobTarget:
                 if self._offload is not None:
                     self._offload.cleanup()
             return
+        from dspark_store.target.axes import open_shard_groups  # which an older transformers lacks parts for
+
         backend = self.config.resolved_backend
         if self.device.type == "cuda":
             backend = f"cpu:gloo,cuda:{backend}"

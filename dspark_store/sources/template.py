@@ -6,14 +6,19 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from dspark_store.sources.limits import MAX_TEXT_BYTES, TextLimitError
 from dspark_store.sources.marks import Span
@@ -29,6 +34,7 @@ RENDER_ERRORS = (
     MemoryError,
 )
 _MAX_BITS = 2**20  # of a number
+_REASONING_READ = ("reasoning_content", "thinking", "reasoning")  # the first that a message has, as in transformers
 CLOCK = "strftime_now"
 """By what name a template asks the clock."""
 
@@ -36,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class LimitedTemplate:
-    """A chat template as transformers compiles it, but that stops at a size of its text, and multiplies to no more.
+    """A chat template, run as transformers 5.24 runs it whatever is installed, that stops at a size of its text.
 
     Attributes:
         environment: its own, so that changes of it are for this template alone.
@@ -46,16 +52,13 @@ class LimitedTemplate:
 
     def __init__(self, text: str, text_bytes: int = MAX_TEXT_BYTES) -> None:
         """Compile the text; SourceError if it is not valid Jinja."""
-        from transformers.utils.chat_template_utils import _alias_reasoning_fields
-
-        self.environment: Any = _transformers_environment().overlay(optimized=False)
+        self.environment: Any = _environment()
         self.environment.code_generator_class = _Generator
-        self.environment.globals = dict(self.environment.globals)
         self.environment.intercepted_binops = frozenset({"*", "**"})
         self.environment.binop_table = {**self.environment.binop_table, "*": _multiplied, "**": _raised}
+        self._tag: Any = self.environment.extensions[_GenerationTag.identifier]
         self._template = _parsing(text, self.environment.from_string)
         self.has_generation_tags = has_generation_tags(text)
-        self._with_aliases: Any = _alias_reasoning_fields
         self._text_bytes = text_bytes
 
     def render(
@@ -65,15 +68,64 @@ class LimitedTemplate:
 
         Raises one of `RENDER_ERRORS`, or TextLimitError.
         """
-        pieces: list[str] = []  # the extension that looks for tags counts what is there already
-        left = self._text_bytes
-        with nullcontext() if tagged is None else self.environment.activate_tracker(pieces, tagged):
-            for piece in self._template.generate(messages=self._with_aliases(messages), **variables):
-                left -= len(piece)
-                if left < 0:
-                    raise TextLimitError(self._text_bytes)
-                pieces.append(piece)
+        pieces: list[str] = []
+        self._tag.length, self._tag.said = 0, [] if tagged is None else tagged
+        for piece in self._template.generate(messages=[_with_aliases(message) for message in messages], **variables):
+            self._tag.length += len(piece)
+            if self._tag.length > self._text_bytes:
+                raise TextLimitError(self._text_bytes)
+            pieces.append(piece)
         return "".join(pieces)
+
+
+def _with_aliases(message: Message) -> Message:
+    """Give the reasoning of a message the names that templates read, whatever name it has."""
+    reasoning = next((message[name] for name in _REASONING_READ if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _json_text(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _todays_clock(format: str) -> str:  # noqa: A002 - as templates name it
+    return dt.datetime.now().strftime(format)  # noqa: DTZ005 - the date here
+
+
+class _Dictionaries:
+    """What a template has as `dict`: it makes dictionaries, and has none of the type's other methods."""
+
+    fromkeys = staticmethod(dict.fromkeys)
+
+    def __call__(self, *pairs: Any, **values: Any) -> dict[Any, Any]:  # noqa: ANN401 - what a template gives
+        return dict(*pairs, **values)
+
+
+class _Namespace(Namespace):
+    """A namespace of a template; no name in it begins with an underscore, as Python's own do."""
+
+    def __init__(*arguments: Any, **values: Any) -> None:  # noqa: ANN401 - a value may be called self
+        own, *pairs = arguments
+        Namespace.__init__(own)
+        for name, value in dict(*pairs, **values).items():
+            own[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401 - what a template gives
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace has no place for {name!r}: its name begins with an underscore")
+        super().__setitem__(name, value)
 
 
 class _Generator(CodeGenerator):
@@ -198,18 +250,47 @@ def has_generation_tags(template: str) -> bool:
 
     """
     tags = _parsed(template).find_all(nodes.ExtensionAttribute)
-    return any(tag.name == "_generation_support" for tag in tags)
+    return any(tag.identifier == _GenerationTag.identifier for tag in tags)
 
 
 def _parsed(template: str) -> nodes.Template:
-    parsed: nodes.Template = _parsing(template, _transformers_environment().parse)
+    parsed: nodes.Template = _parsing(template, _environment().parse)
     return parsed
 
 
-def _transformers_environment() -> Any:  # noqa: ANN401 - transformers does not say
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return an environment of its own for a template, with all that chat templates count on."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _json_text
+    environment.globals |= {"raise_exception": _refuse, CLOCK: _todays_clock}
+    environment.globals |= {"dict": _Dictionaries(), "namespace": _Namespace}
+    return environment
 
-    return _compile_jinja_template("").environment
+
+class _GenerationTag(Extension):
+    """Parses `{% generation %}...{% endgeneration %}`, and notes which stretches of a text are inside.
+
+    `length` is what the text has so far, `said` takes the stretches.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.length = 0
+        self.said: list[Span] = []
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Macro) -> str:
+        text: str = caller()
+        self.said.append((self.length, self.length + len(text)))
+        return text
 
 
 def _parsing(template: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - what `parse` gives

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from dspark_store.target.layers import cut_target_config
+from dspark_store.target.parallel import SHARES_SINCE, is_transformers
 from dspark_store.target.source import Location, TargetSource, locate, one_line_errors
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,11 @@ def load_target(
             **placement,
         },
     )
+    if device_map is not None and not is_transformers(SHARES_SINCE) and input_device(target).type == "meta":
+        raise ValueError(
+            f"device_map {device_map!r} puts layers on the disk, which needs transformers {SHARES_SINCE} or newer: "
+            "install a newer one, or give the target more memory"
+        )
     if not placement:
         target.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its overloads
     return target

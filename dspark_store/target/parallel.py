@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -17,12 +18,20 @@ type ReduceDtype = Literal["compute", "fp32", "gather"]
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype.__value__)
 """The values of `ReduceDtype`."""
 
+SHARES_SINCE = "5.24"
+"""The first version of transformers that shares a target out as it is done here."""
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj")
 _SHARING_LAYERS = frozenset({"glm_moe_dsa"})  # a layer attends to the keys that one before it chose
 # Every other pair of axes either has no use for a target that is only run forward, or is not tested.
 _COMBINATIONS = (frozenset({"fsdp", "ep"}), frozenset({"fsdp", "tp"}))
+
+
+def is_transformers(least: str) -> bool:
+    """Whether the installed transformers is of this version or newer."""
+    installed, wanted = (tuple(map(int, each.split(".")[:2])) for each in (version("transformers"), least))
+    return installed >= wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,11 @@ class ParallelPlan:
 
         Raises ValueError naming the axis.
         """
+        if self.sharded_axes and not is_transformers(SHARES_SINCE):
+            raise ValueError(
+                f"{self._shown()} needs transformers {SHARES_SINCE} or newer, and {version('transformers')} is "
+                "installed: install a newer one, or replicate the target"
+            )
         if gguf and self.sharded_axes:
             raise ValueError(
                 f"{self._shown()} does not work with a GGUF file: convert it to safetensors, or replicate the target"

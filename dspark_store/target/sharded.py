@@ -22,9 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from dspark_store.target.axes import shard_experts, shard_fully, shard_tensors
 from dspark_store.target.capture import StageCapture, TargetCapture, find_base_model
 from dspark_store.target.facts import VocabularyWeights, gather_vocabulary, head_facts, model_without_weights
 from dspark_store.target.layers import cut_target_config
@@ -126,6 +124,7 @@ def load_sharded_target(
 
 def _sharding(plan: ParallelPlan, groups: DeviceMesh, *, tied: bool) -> Shape:
     """Tensor or expert parallelism first: FSDP then shares out what each rank is left with."""
+    from dspark_store.target.axes import shard_experts, shard_fully, shard_tensors
 
     def shard(model: PreTrainedModel) -> None:
         if plan.tp > 1:
@@ -236,6 +235,8 @@ def _slice_of(whole: Tensor, like: DTensor) -> Tensor:
     shape = like.to_local().shape
     if 0 in shape:
         return whole.new_empty(shape)
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
     part = DtensorShardOperation(like).shard_tensor(whole, device=whole.device, dtype=whole.dtype)
     return cast(Tensor, part).clone()  # so that the whole one can go
 

@@ -15,7 +15,7 @@ from dspark_store.target.layers import (
 )
 from dspark_store.target.load import load_target
 from dspark_store.target.source import TargetSource
-from tests.tiny import NUM_LAYERS, save_tiny, tiny_gpt2, tiny_llama
+from tests.tiny import NUM_LAYERS, save_tiny, since_5_24, tiny_gpt2, tiny_llama
 
 
 @pytest.mark.parametrize(("requested", "kept"), [(None, None), (4, 4), ("4", 4), (43, 43), (1, 1)])
@@ -49,6 +49,7 @@ def test_layers_that_shared_the_keys_of_earlier_ones_still_do():
     assert shared == [3, 2, 0, 0]
 
 
+@since_5_24
 def test_overrides_of_the_layers_cut_off_are_dropped():
     types = ["sliding_attention", "full_attention"] * 2
     config = Gemma4TextConfig(num_hidden_layers=4, layer_types=types, hidden_size_per_layer_input=0, head_dim=8)
