@@ -68,9 +68,11 @@ FLAGS: dict[str, tuple[Flag | str, ...]] = {
     ),
     "demo": (_path("directory", "what `benchmarks.fetch_target` filled; the store is made in it", metavar="DIR"),),
     "drafts": (
-        _flag("store", _TRAINING),
-        _flag("--out", "where the trainings go, a directory for each seed", default="bench/drafts"),
+        _several("stores", _TRAINING + "; of several, the first one is exact", type=str, metavar="STORE"),
+        _flag("--out", "where the trainings go, a directory for each store and seed", default="bench/drafts"),
         _several("--seeds", "seeds, a training each (default: 1 2 3)", default=[1, 2, 3]),
+        _path("--fp8", "also train from the first store in FP8: a copy of it is made here"),
+        _flag("--until", "width of a 95 %% interval from which on no more seeds are used", type=float, default=0.02),
         _JSON,
     ),
     "estimate": (_path("store", "a complete store whose target and data still lie where it says", metavar="STORE"),),

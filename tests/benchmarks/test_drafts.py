@@ -1,6 +1,7 @@
 """The benchmarks of training: what they print is what trainings did."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ import torch
 from benchmarks import drafts, online
 from benchmarks.drafts import Bigram
 from benchmarks.online import TrainingSummary
+from benchmarks.tables import load_outcome
 from dspark_store.cli.train import parse_arguments
 from dspark_store.draft.anchors import draw_blocks, sample_keys
+from dspark_store.inspection.copy_plan import CopySettings
+from dspark_store.inspection.rechunk import rechunk
 from dspark_store.readers.cache import open_cache
 from dspark_store.training.journal import read_metrics
 from dspark_store.training.loop import Training
 from dspark_store.training.ranks import Ranks
-from tests.precompute.jobs import precompute
+from tests.precompute.jobs import precompute, states_of_files
 from tests.tiny import save_target_dir, tiny_llama, write_chats
 from tests.training.runs import DRAFT, MASK_TOKEN
 
@@ -46,6 +50,32 @@ def test_drafts_are_judged_untrained_and_trained_beside_a_bigram(store, tmp_path
             *(f"{result[name]:.3f}" for name in ("untrained", "bigram", "trained")),
         ]
     assert results[0]["trained"] != results[1]["trained"]
+
+
+def test_paired_drafts_differ_by_their_states_alone_and_are_trained_once(store, tmp_path, monkeypatch):
+    copy, rough = tmp_path / "copy", tmp_path / "rough"
+    rechunk(store, copy, CopySettings(codec="fast", shard_size=3))
+    own = ["--out", str(tmp_path / "out"), "--seeds", "1", "2", "--until", "inf"]
+    monkeypatch.setattr(drafts, "LEAST_SEEDS", 1)
+    told = [str(store), str(copy), *own, "--fp8", str(rough), "--json", str(tmp_path / "drafts.json"), *FLAGS]
+    assert drafts.main([*told, "--validation-fraction", "0.4"]) == 0
+    costs, places, errors = load_outcome(tmp_path / "drafts.json").tables
+    exact, same, fp8 = costs.rows
+    assert [row[0] for row in costs.rows] == ["store", "copy", "rough"]
+    assert same[3:6] == (0.0, exact[4], 0.0)
+    assert fp8[4] != exact[4]
+    assert places.rows[0][1:] == places.rows[1][1:] != places.rows[2][1:]
+    assert set(errors.rows[0][1:]) == {0.0}
+    assert np.array(errors.rows[1][1:], float) == pytest.approx(0.024, abs=0.012)  # three mantissa bits
+    assert not (tmp_path / "out" / "copy" / "seed-2").exists()
+    states = states_of_files(tmp_path / "out")
+    assert drafts.main([*told, "--validation-fraction", "0.4"]) == 0
+    assert states_of_files(tmp_path / "out") == states
+
+
+def test_an_interval_is_students():
+    assert drafts.interval([0.01, 0.02, 0.03]) == pytest.approx((0.02, 0.02 - 0.024843, 0.02 + 0.024843), abs=1e-5)
+    assert drafts.interval([0.01]) == (0.01, -math.inf, math.inf)
 
 
 def test_a_bigram_that_knows_the_next_token_is_worth_what_the_target_gives_it(store, tmp_path, monkeypatch):
