@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         read_target_weight_modules,
     )
     from dspark_store.format.damage import DamagedStoreError, Part, Problem
+    from dspark_store.format.int8 import split_codes
     from dspark_store.format.manifest import build_cache_manifest
     from dspark_store.readers.cache import Cache, open_cache
     from dspark_store.readers.index import TargetWeights, read_weights
@@ -61,6 +62,7 @@ __all__ = [
     "read_target_weight_modules",
     "read_weights",
     "shard_path",
+    "split_codes",
     "tokenizer_chat_template_sha256",
     "verify_store",
     "write_manifest",
@@ -81,6 +83,7 @@ _MODULES = {
     "open_cache": "readers.cache",
     "read_target_weight_modules": "compat.dataset",
     "read_weights": "readers.index",
+    "split_codes": "format.int8",
     "tokenizer_chat_template_sha256": "sources.identity",
     "verify_store": "readers.verify",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex
 from dspark_store.readers.plan import ObjectRead, RowSpan, SampleSpan, object_reads, plan_spans
 from dspark_store.readers.ranges import Buffers, LocalRanges, ObjectName
-from dspark_store.readers.tensors import state_view
+from dspark_store.readers.tensors import Conversion, state_view
 from dspark_store.readers.threads import Pending, Workers
 from dspark_store.readers.tokens import TokenColumns
 
@@ -91,8 +92,9 @@ class BatchReader(SpanReader):
     def read(self, spans: Sequence[SampleSpan], slots: Sequence[int], batch: Mapping[str, torch.Tensor]) -> None:
         """Fill the batch's tensors, by column, each (B, positions, ...) or, for stacked layers, (B, K, positions, H).
 
-        Where no span lands, ids are the pad token id and everything else is zero. DamagedStoreError and OSError name
-        column, sample, shard and object; ValueError a sample that is not captured yet.
+        States are converted to a tensor's dtype; int8 tensors, W wide, get the codes of a store that has them. Where no
+        span lands, ids are the pad token id and everything else is zero. DamagedStoreError and OSError name column,
+        sample, shard and object; ValueError a sample that is not captured yet.
         """
         pending = self.start(spans, slots, batch, lambda: None)
         try:
@@ -120,7 +122,8 @@ class BatchReader(SpanReader):
 
         pending = Pending(complete)
         requests = chain(self._state_requests(spans, slots, states), self._token_requests(spans, rows))
-        self._submit(requests, states | rows, pending)
+        conversions = {name: Conversion.to(self._schema, name, batch[name].dtype) for name in states}
+        self._submit(requests, states | rows, pending, conversions)
         return pending
 
     def keep_tokens(self, columns: Sequence[str]) -> None:
@@ -149,7 +152,7 @@ class BatchReader(SpanReader):
         self, spans: Sequence[SampleSpan], slots: Sequence[int], targets: Mapping[str, np.ndarray]
     ) -> Iterator[_Request]:
         """Yield the requests that fill states; what is a layer and the last states both is read once, as the latter."""
-        position_bytes = self._schema.hidden_size * self._schema.dtype.itemsize
+        position_bytes = self._schema.stored.hidden_size * self._schema.stored.dtype.itemsize
         plan = plan_spans(self._states, spans, _REQUEST_BYTES // position_bytes) if targets else []
         filled = {span.batch for span in spans if span.stop > span.start}
         both = targets.keys() >= {LAYERS, LAST} and not {LAYERS, LAST} & self._foreign.keys()
@@ -164,9 +167,18 @@ class BatchReader(SpanReader):
                 if not (both and column == LAYERS and self._index.is_shared(read.shard, read.slot)):
                     yield column, read, after
 
-    def _submit(self, requests: Iterable[_Request], targets: Mapping[str, np.ndarray], pending: Pending[Any]) -> None:
+    def _submit(
+        self,
+        requests: Iterable[_Request],
+        targets: Mapping[str, np.ndarray],
+        pending: Pending[Any],
+        conversions: Mapping[str, Conversion | None] = MappingProxyType({}),
+    ) -> None:
         """Have requests fill the ``targets``, (B, K, positions, ...) by column; ``pending`` gets the errors."""
-        begin = {column: self._beginning(column, target, pending) for column, target in targets.items()}
+        begin = {
+            column: self._beginning(column, target, pending, conversions.get(column))
+            for column, target in targets.items()
+        }
         error: BaseException | None = None
         try:
             for column, read, after in requests:
@@ -181,11 +193,12 @@ class BatchReader(SpanReader):
         pending.done(error)
 
     def _beginning(
-        self, column: str, target: np.ndarray, pending: Pending[Any]
+        self, column: str, target: np.ndarray, pending: Pending[Any], conversion: Conversion | None
     ) -> Callable[[ObjectRead, Callable[[], None] | None], None]:
         """Return what begins to read an object of a column into ``target``."""
         if column in self._foreign:
-            return lambda read, _: self._foreign_threads.put(lambda: self._fetch_foreign(column, target, read, pending))
+            fetch = partial(self._fetch_foreign, column, target, conversion, pending)
+            return lambda read, _: self._foreign_threads.put(lambda: fetch(read))
         fetcher = Fetcher(
             column,
             self._grid(column),
@@ -196,20 +209,27 @@ class BatchReader(SpanReader):
             self._buffers,
             self._scratch,
             self._blame,
+            conversion,
         )
         return lambda read, after: self._ranges.submit(Fetch(fetcher, read, pending, after))
 
-    def _fetch_foreign(self, column: str, target: np.ndarray, read: ObjectRead, pending: Pending[Any]) -> None:
+    def _fetch_foreign(
+        self, column: str, target: np.ndarray, conversion: Conversion | None, pending: Pending[Any], read: ObjectRead
+    ) -> None:
         failed: BaseException | None = None
         try:
             for span in () if pending.stopped else read.spans:
                 wanted = span.wanted
                 row, end = target[wanted.batch, read.layer], wanted.place + wanted.stop - wanted.start
-                place = row[wanted.place : end]
+                values = place = row[wanted.place : end]
+                if conversion is not None:
+                    values = np.empty((len(place), conversion.width), conversion.stored.stored)
                 try:
-                    self._foreign[column].fetch(wanted.sample, read.slot, wanted.start, wanted.stop, place)
+                    self._foreign[column].fetch(wanted.sample, read.slot, wanted.start, wanted.stop, values)
                 except (DamagedStoreError, OSError) as error:
                     raise self._located(error, column, read, [span]) from error
+                if conversion is not None:
+                    conversion(values, read.slot, place)
                 row[end : wanted.room] = 0
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the batch
             failed = error

@@ -23,7 +23,16 @@ from dspark_store.readers.foreign import ForeignColumn
 from dspark_store.readers.index import StoreIndex, TargetWeights, read_weights
 from dspark_store.readers.plan import padded_spans
 from dspark_store.readers.ranges import DEFAULT_IN_FLIGHT, DEFAULT_OPEN_OBJECTS
-from dspark_store.readers.tensors import Layout, batch_shape, batch_tensor, chosen_columns, chosen_slots, chosen_span
+from dspark_store.readers.tensors import (
+    Layout,
+    batch_shape,
+    batch_tensor,
+    chosen_columns,
+    chosen_slots,
+    chosen_span,
+    decoded,
+    read_shape,
+)
 from dspark_store.readers.threads import DEFAULT_THREADS
 
 if TYPE_CHECKING:
@@ -121,7 +130,7 @@ class Cache:
         self.index = StoreIndex(storage, self.record)
         expected = record_nodes(self.record)
         self._foreign = {
-            column: ForeignColumn(storage, column, self.schema)
+            column: ForeignColumn(storage, column, self.schema.stored)
             for column in COLUMNS
             if metadata.nodes[column] != expected[column]
         }
@@ -249,6 +258,8 @@ class Cache:
         layers: Sequence[int] | None = None,
         positions: slice | None = None,
         layout: Layout = "flat",
+        dtype: torch.dtype | None = None,
+        dequantise: bool = True,
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read a batch of B samples.
@@ -259,11 +270,14 @@ class Cache:
             layers: captured layers by id, in the order of the result; only their bytes are read. None for all.
             positions: a slice of step 1 of the S positions; only its span is read.
             layout: ``target_hidden_states`` as "flat", (B, S, K*H), or "stacked", (B, K, S, H).
+            dtype: that of the states; None for the cache dtype.
+            dequantise: False gives the codes of an int8 store as they are stored, int8, W values in place of H: see
+                `split_codes` and `dequantise`.
             out: tensors to fill, by column, of the shapes and dtypes below, on the CPU; new ones without.
 
         Returns:
             By column: ``input_ids`` and ``loss_mask``, (B, S) int64; ``target_hidden_states`` as in ``layout`` and
-            ``target_last_hidden_states``, (B, S, H), in the cache dtype. S is the number of positions asked for.
+            ``target_last_hidden_states``, (B, S, H), in ``dtype``. S is the number of positions asked for.
 
         Raises:
             IndexError: a row is outside the store.
@@ -277,12 +291,26 @@ class Cache:
         columns, _ = chosen_columns(columns), chosen_columns(list(out or ()))
         slots = chosen_slots(self.schema, layers)
         start, stop = chosen_span(self.schema, positions)
+        schema, dtype = read_shape(self.schema, dtype, dequantise=dequantise)
         batch: dict[str, torch.Tensor] = {}
         for column in columns:
-            shape = batch_shape(self.schema, column, len(samples), len(slots), stop - start, layout)
-            batch[column] = batch_tensor(self.schema, column, shape, (out or {}).get(column))
+            shape = batch_shape(schema, column, len(samples), len(slots), stop - start, layout)
+            batch[column] = batch_tensor(schema, column, shape, (out or {}).get(column), dtype)
         self.reader.read(padded_spans(samples, self.lengths[samples].tolist(), start, stop), slots, batch)
         return batch
+
+    def dequantise(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        layers: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return a batch that was read with ``dequantise=False`` as `read` gives it, on the device where its codes are.
+
+        ``layers`` are those it was read with, ``dtype`` that of the states, None for the cache dtype.
+        """
+        return decoded(self.schema, chosen_slots(self.schema, layers), dtype, dict(batch))
 
     def close(self) -> None:
         """Let go of threads and open objects; the next read takes new ones."""

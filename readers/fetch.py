@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Buffer, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from dspark_store.format.grid import ShardGrid
 from dspark_store.format.objects import Scratch, StoredObject
 from dspark_store.readers.plan import ByteRun, ObjectRead, RowSpan, byte_runs
 from dspark_store.readers.ranges import Buffers, ObjectName, Range
+from dspark_store.readers.tensors import Conversion
 from dspark_store.readers.threads import ForkSafeLock, Pending
 
 type Verify = bool | Literal["first"]
@@ -80,8 +82,8 @@ def _verified_chunks(store_id: str, stored: StoredObject) -> VerifiedChunks:
 class Fetcher:
     """What the requests of one column of a batch share.
 
-    ``target`` is the column in the batch, (B, K, positions, ...) in the stored dtype and with any strides; ``blame``
-    gives an error that names column, layer, sample, shard and object.
+    ``target`` is the column in the batch, (B, K, positions, ...) with any strides, in the stored dtype or what
+    ``conversion`` makes of it; ``blame`` gives an error that names column, layer, sample, shard and object.
     """
 
     column: str
@@ -93,11 +95,29 @@ class Fetcher:
     buffers: Buffers
     scratch: Scratch
     blame: Callable[[Fetch, DamagedStoreError | OSError], BaseException]
+    conversion: Conversion | None = None
 
     @cached_property
     def direct(self) -> bool:
         """Whether positions of a row stand side by side in the batch, so that a chunk can be decoded in place."""
-        return self.target[0, 0].flags.c_contiguous if self.target.size else False
+        return self.target[0, 0].flags.c_contiguous if self.conversion is None and self.target.size else False
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of stored values."""
+        return self.target.dtype if self.conversion is None else self.conversion.stored.stored
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """The shape of a stored position."""
+        return self.target.shape[3:] if self.conversion is None else (self.conversion.width,)
+
+    def place(self, values: np.ndarray, slot: int, target: np.ndarray) -> None:
+        """Put stored values of a layer slot where they belong."""
+        if self.conversion is None:
+            target[...] = values
+        else:
+            self.conversion(values, slot, target)
 
     @cached_property
     def plain(self) -> bool:
@@ -107,7 +127,7 @@ class Fetcher:
     @cached_property
     def position_bytes(self) -> int:
         """Decoded bytes of a position."""
-        return self.target[:1, :1, :1].nbytes
+        return math.prod(self.position) * self.stored.itemsize
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -147,7 +167,7 @@ class Fetch:
             self._check = fetcher.verify is True or not all(
                 self._known.holds(self._version, *self._slots(span)) for span in spans
             )
-        if fetcher.plain and self._fits_in_place():
+        if fetcher.plain and fetcher.conversion is None and self._fits_in_place():
             return _joined([self._in_place(span) for span in spans])
         self._staged = [(run, fetcher.buffers.take(run.end - run.begin)) for run in runs]
         return [Range(run.begin, [buffer[: run.end - run.begin]]) for run, buffer in self._staged]
@@ -241,7 +261,7 @@ class Fetch:
     def _decode_span(self, span: RowSpan, view: memoryview, begin: int) -> None:
         fetcher, wanted, step = self.fetcher, span.wanted, self.fetcher.grid.chunk_tokens
         target = fetcher.target[wanted.batch, self.read.layer]
-        shape = (step, *target.shape[1:])
+        shape, dtype = (step, *fetcher.position), fetcher.stored
         edges = self._tail.bounds[span.row, span.first : span.last + 1].tolist()
         for number, (low, place, whole) in enumerate(self._chunks(span)):
             in_place = whole and fetcher.direct
@@ -251,15 +271,16 @@ class Fetch:
                 if fetcher.plain and not in_place:
                     if crc is not None:
                         fetcher.chain.check(stored, crc)
-                    values = np.frombuffer(stored[:-CRC_BYTES], target.dtype).reshape(shape)
+                    values = np.frombuffer(stored[:-CRC_BYTES], dtype).reshape(shape)
                 else:
-                    values = target[place : place + step] if in_place else fetcher.scratch.chunk(shape, target.dtype)
+                    values = target[place : place + step] if in_place else fetcher.scratch.chunk(shape, dtype)
                     fetcher.chain.decode(stored, values, crc=crc)
             except (DamagedStoreError, ValueError) as error:
                 raise self._damaged(slot, error) from error
             if not in_place:
                 first, last = max(low, wanted.start), min(low + step, wanted.stop)
-                target[place + first - low : place + last - low] = values[first - low : last - low]
+                begins = place + first - low
+                fetcher.place(values[first - low : last - low], self.read.slot, target[begins : begins + last - first])
 
     def _damaged(self, slot: int, error: Exception) -> DamagedStoreError:
         return DamagedStoreError(f"object {self._key}, slot {slot}: {error}")

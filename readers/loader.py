@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -27,7 +28,16 @@ from dspark_store.readers.epoch import (
 )
 from dspark_store.readers.order import EndRule, LoaderState
 from dspark_store.readers.packing import LongPolicy
-from dspark_store.readers.tensors import BatchMemory, DeviceCopy, Layout, chosen_columns, chosen_slots, chosen_span
+from dspark_store.readers.tensors import (
+    BatchMemory,
+    DeviceCopy,
+    Layout,
+    chosen_columns,
+    chosen_slots,
+    chosen_span,
+    decoded,
+    read_shape,
+)
 from dspark_store.readers.threads import Ahead, Pending, Prefetcher
 
 type Batch = dict[str, torch.Tensor]
@@ -59,6 +69,9 @@ class CacheLoader(IterableDataset[Batch]):
         layers: captured layers by id, in this order; None for all.
         positions: the slice of every row that a sequence-parallel rank wants.
         layout: that of ``target_hidden_states``: "flat", (B, S, K*H), or "stacked", (B, K, S, H).
+        dtype: that of the states; None for the cache dtype.
+        dequantise: False gives the codes of an int8 store, W values in place of H: see `split_codes`. With a CUDA
+            ``device`` codes are copied there in any case, and multiplied there.
         min_supervised: samples with fewer supervised tokens are left out, as those with non-finite states are; the log
             counts them.
         split: "train" or "validation": one side of a split by content.
@@ -94,6 +107,8 @@ class CacheLoader(IterableDataset[Batch]):
         layers: Sequence[int] | None = None,
         positions: slice | None = None,
         layout: Layout = "flat",
+        dtype: torch.dtype | None = None,
+        dequantise: bool = True,
         min_supervised: int = 1,
         split: Side | None = None,
         validation_fraction: float = 0.0,
@@ -137,9 +152,14 @@ class CacheLoader(IterableDataset[Batch]):
         )
         self._slots = chosen_slots(cache.schema, layers)
         self._columns = chosen_columns(columns)
-        self._memory = BatchMemory(cache.schema, self._columns, len(self._slots), layout)
+        read_shape(cache.schema, dtype, dequantise=dequantise)
+        coded = dequantise and cache.schema.int8 is not None
+        self._copy = DeviceCopy.to(device, partial(decoded, cache.schema, self._slots, dtype) if coded else None)
+        if self._copy.decodes:
+            dequantise, dtype = False, None
+        schema = cache.schema if dequantise else cache.schema.stored
+        self._memory = BatchMemory(schema, self._columns, len(self._slots), layout, dtype)
         self._prefetch_bytes = prefetch_bytes
-        self._copy = DeviceCopy.to(device)
         sides = None if split is None else Split(split, validation_fraction, split_seed)
         self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides, sources=sources)
         self._stream = self._planner.digest(self._samples)

@@ -6,14 +6,17 @@ import math
 import mmap
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import numpy as np
 import torch
 
-from dspark_store.format.schema import COLUMNS, IDS, LAST, MASK, StoreSchema
+from dspark_store.format.dtypes import bits_tensor, tensor_bits
+from dspark_store.format.int8 import dequantise
+from dspark_store.format.schema import COLUMNS, IDS, LAST, LAYERS, MASK, StoreSchema
 
+type Batch = dict[str, torch.Tensor]
 type Layout = Literal["flat", "stacked"]
 """Of ``target_hidden_states``: "flat" is (B, S, K*H), "stacked" (B, K, S, H), in which chunks land in one piece."""
 
@@ -60,14 +63,29 @@ def batch_shape(
     return (batch, layers, length, width) if layout == "stacked" else (batch, length, layers * width)
 
 
-def column_dtype(schema: StoreSchema, column: str) -> torch.dtype:
-    """Return the dtype of a column of a batch."""
-    return torch.int64 if column in (IDS, MASK) else schema.dtype.torch_dtype
+def column_dtype(schema: StoreSchema, column: str, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of a column of a batch, whose states are to be ``dtype``; None for the store's."""
+    return torch.int64 if column in (IDS, MASK) else dtype or schema.dtype.torch_dtype
 
 
-def batch_tensor(schema: StoreSchema, column: str, shape: tuple[int, ...], given: torch.Tensor | None) -> torch.Tensor:
+def read_shape(
+    schema: StoreSchema, dtype: torch.dtype | None, *, dequantise: bool
+) -> tuple[StoreSchema, torch.dtype | None]:
+    """Return the shape of a batch's states, of values or of codes, and their dtype; ValueError for one of no states."""
+    if dtype is not None and not (dequantise and dtype.is_floating_point):
+        raise ValueError(f"dtype {dtype} is none of states: give a dtype of floats, or dequantise=False for codes")
+    return (schema if dequantise else schema.stored), dtype
+
+
+def batch_tensor(
+    schema: StoreSchema,
+    column: str,
+    shape: tuple[int, ...],
+    given: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return the tensor to fill for a column: ``given``, or a new one. ValueError when the given one does not fit."""
-    dtype = column_dtype(schema, column)
+    dtype = column_dtype(schema, column, dtype)
     if given is None:
         return torch.empty(shape, dtype=dtype)
     if tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
@@ -91,14 +109,62 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def state_view(column: str, target: torch.Tensor, schema: StoreSchema) -> np.ndarray:
-    """View a state tensor as stored values, (B, K, positions, H), whatever its layout."""
+    """View a state tensor, or one of codes, as stored values, (B, K, positions, H or W), whatever its layout.
+
+    A tensor of another dtype than the store's is viewed as its bits.
+    """
+    if target.dtype == torch.int8:
+        schema = schema.stored
     if column == LAST:
         target = target.unsqueeze(1)
     elif target.ndim == 3:
         width = schema.hidden_size
         target = target.view(*target.shape[:2], target.shape[2] // width, width).transpose(1, 2)
-    bits = target.view(torch.int16 if target.dtype.itemsize == 2 else torch.int32).numpy()
-    return bits.view(schema.dtype.stored)
+    bits = tensor_bits(target)
+    return bits.view(schema.dtype.stored) if target.dtype == schema.dtype.torch_dtype else bits
+
+
+class Conversion:
+    """What turns the stored values of a column into states of another dtype: of codes, their values."""
+
+    def __init__(self, schema: StoreSchema, column: str, dtype: torch.dtype) -> None:
+        self._schema, self._column, self._dtype = schema, column, dtype
+        self.width, self.stored = schema.stored.hidden_size, schema.stored.dtype
+
+    @classmethod
+    def to(cls, schema: StoreSchema, column: str, dtype: torch.dtype) -> Self | None:
+        """Return the conversion to ``dtype``; None where values are stored so."""
+        return None if dtype == schema.stored.dtype.torch_dtype else cls(schema, column, dtype)
+
+    def __call__(self, values: np.ndarray, slot: int, target: np.ndarray) -> None:
+        """Convert stored values of a layer slot, (n, width), into ``target``, (n, H): its bits."""
+        stored, states = bits_tensor(values, self.stored.torch_dtype), bits_tensor(target, self._dtype)
+        if self._schema.int8 is None:
+            states.copy_(stored)
+        else:
+            dequantise(stored, self._schema.scale(self._column, slot).high_channels, states)
+
+
+def decoded(schema: StoreSchema, slots: Sequence[int], dtype: torch.dtype | None, batch: Batch) -> Batch:
+    """Return a batch of codes as states of ``dtype``, None for the store's, on the device where it is.
+
+    ``slots`` are its layers; the layout stays.
+    """
+    result = dict(batch)
+    for column in batch.keys() & {LAYERS, LAST}:
+        codes, width = batch[column], schema.stored.hidden_size
+        shape = (*codes.shape[:-1], codes.shape[-1] // width * schema.hidden_size)
+        states = torch.empty(shape, dtype=column_dtype(schema, column, dtype), device=codes.device)
+        for place, slot in enumerate([0] if column == LAST else slots):
+            scale = schema.scale(column, slot)
+            into = _layer(states, place, schema.hidden_size)
+            dequantise(_layer(codes, place, width), scale.high_channels, into)
+        result[column] = states
+    return result
+
+
+def _layer(states: torch.Tensor, place: int, width: int) -> torch.Tensor:
+    return states[:, place] if states.ndim == 4 else states[..., place * width : (place + 1) * width]
 
 
 _LEAST_BYTES = 4096
@@ -195,10 +261,21 @@ _ALIGNMENT = 64
 
 
 class BatchMemory:
-    """Gives out the tensors of batches: the chosen ``columns``, with ``layers`` captured layers in a ``layout``."""
+    """Gives out the tensors of batches: the chosen ``columns``, with ``layers`` captured layers in a ``layout``.
 
-    def __init__(self, schema: StoreSchema, columns: Sequence[str], layers: int, layout: Layout) -> None:
+    States are of ``dtype``, None for the schema's.
+    """
+
+    def __init__(
+        self,
+        schema: StoreSchema,
+        columns: Sequence[str],
+        layers: int,
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._schema = schema
+        self._dtype = dtype
         self._columns = tuple(columns)
         self._layers = layers
         self._layout: Layout = layout
@@ -224,7 +301,8 @@ class BatchMemory:
         batch: dict[str, torch.Tensor] = {}
         offset = 0
         for column, shape, nbytes in self._tensors(rows, length):
-            batch[column] = block[offset : offset + nbytes].view(column_dtype(self._schema, column)).view(shape)
+            dtype = column_dtype(self._schema, column, self._dtype)
+            batch[column] = block[offset : offset + nbytes].view(dtype).view(shape)
             offset += _padded(nbytes)
         return batch
 
@@ -232,7 +310,8 @@ class BatchMemory:
         tensors = []
         for column in self._columns:
             shape = batch_shape(self._schema, column, rows, self._layers, length, self._layout)
-            tensors.append((column, shape, math.prod(shape) * column_dtype(self._schema, column).itemsize))
+            itemsize = column_dtype(self._schema, column, self._dtype).itemsize
+            tensors.append((column, shape, math.prod(shape) * itemsize))
         return tensors
 
 
@@ -241,14 +320,18 @@ def _padded(nbytes: int) -> int:
 
 
 class DeviceCopy:
-    """Copies a batch to a CUDA device on a stream of its own; without one it hands the batch on as it is."""
+    """Copies a batch to a CUDA device on a stream of its own; without one it hands the batch on as it is.
 
-    def __init__(self, device: torch.device | None) -> None:
+    ``decode`` is what is then done with it there, such as `decoded`.
+    """
+
+    def __init__(self, device: torch.device | None, decode: Callable[[Batch], Batch] | None = None) -> None:
         self._device = device
+        self._decode = decode
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # untyped in torch
 
     @classmethod
-    def to(cls, device: torch.device | str | None) -> Self:
+    def to(cls, device: torch.device | str | None, decode: Callable[[Batch], Batch] | None = None) -> Self:
         """Return the copy for a device; None and the CPU need none. ValueError for another kind of device."""
         try:
             wanted = None if device is None else torch.device(device)
@@ -260,7 +343,12 @@ class DeviceCopy:
             raise ValueError(f"batches are copied to a CUDA device or stay on the CPU, got device {device!r}")
         if not torch.cuda.is_available():
             raise ValueError(f"device {device!r} is not there: torch sees no CUDA device")
-        return cls(wanted)
+        return cls(wanted, decode)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it must be given what is to be decoded on the device."""
+        return self._device is not None and self._decode is not None
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch on the device.
@@ -272,6 +360,7 @@ class DeviceCopy:
             return batch
         with torch.cuda.stream(self._stream):
             copied = {name: values.to(self._device, non_blocking=True) for name, values in batch.items()}
+            copied = copied if self._decode is None else self._decode(copied)
         self._stream.synchronize()
         return copied
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.int8 import AIMS, calibrate, dequantise, quantise
 from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record
 from dspark_store.format.metadata import ROOT_KEY, node_key, record_nodes, write_metadata, write_root
 from dspark_store.format.schema import StoreSchema
@@ -95,9 +96,10 @@ def build_store(
     phase); ``shared_last`` makes the last slot's states the last hidden states; ``spoiled`` names a sample whose
     states hold an infinity; ``sources`` are given to the samples in turn; ``bias`` gives the head one; another
     ``corpus`` or ``target`` is another run, with other tokens or other states; ``fields`` are fields of the
-    `StoreRecord`.
+    `StoreRecord`. Of a store of codes, ``samples`` are the states as they are read.
     """
-    schema, torch_dtype = _schema(shape, dtype, codec, sources), cache_dtype(dtype).torch_dtype
+    schema = _schema(shape, dtype, codec, sources)
+    torch_dtype = schema.dtype.torch_dtype
     record = replace(StoreRecord(STORE_ID, schema, manifest={"pad_token_id": PAD}), **(fields or {}))
     samples = [
         make_sample(index + 50 * corpus, size, schema, shared_last, index == spoiled, target)
@@ -121,12 +123,36 @@ def build_store(
         if weights:
             record = write_weights(storage, record, embed, head, head_bias, tied=tied)
             write_metadata(storage, record)
+        if not record.schema.calibrated:
+            record = replace(record, schema=calibrated(record.schema, samples))
+            write_metadata(storage, record)
         for shard, members in enumerate(shards):
             if shard not in without_shards:
                 write_states(storage, record, shard, members, shared_last=shared_last)
         if until == "complete" and not without_shards:
             record = complete_store(storage, record)
+    if record.schema.int8 is not None:
+        samples = [decoded_sample(sample, record.schema) for sample in samples]
     return BuiltStore(directory, record, samples, embed, head)
+
+
+def calibrated(schema: StoreSchema, samples: Sequence[Sample]) -> StoreSchema:
+    """Return the schema of a store of codes, calibrated on all samples."""
+    states = [[*sample.layers, sample.last] for sample in samples]
+    names = [item.name for item in schema.state_objects]
+    aim, width = AIMS[str(schema.int8)], schema.hidden_size
+    return schema.with_scales(
+        {name: calibrate([row[at] for row in states], width, aim) for at, name in enumerate(names)}
+    )
+
+
+def decoded_sample(sample: Sample, schema: StoreSchema) -> Sample:
+    """Return a sample as it is read from a store of codes."""
+    states = torch.stack([*sample.layers, sample.last])
+    for item, layer in zip(schema.state_objects, states, strict=True):
+        scale = schema.scale(item.column, item.slot)
+        dequantise(quantise(layer, scale)[0], scale.high_channels, layer)
+    return replace(sample, layers=states[:-1], last=states[-1])
 
 
 def _schema(shape: Shape, dtype: str, codec: str, sources: Sequence[str]) -> StoreSchema:
@@ -137,11 +163,11 @@ def _schema(shape: Shape, dtype: str, codec: str, sources: Sequence[str]) -> Sto
         hidden_size=shape.hidden_size,
         num_layers=len(shape.layer_ids),
         layer_ids=shape.layer_ids,
-        dtype=cache_dtype(dtype),
+        dtype=cache_dtype("bf16"),
         codec=codec,
         chunk_tokens=shape.chunk_tokens,
         sources=tuple(sources),
-    )
+    ).stored_as(dtype)
 
 
 def write_states(

@@ -23,7 +23,7 @@ from dspark_store.format.schema import (
     ArraySpec,
     StoreSchema,
 )
-from dspark_store.format.shard import ObjectRecord
+from dspark_store.format.shard import ObjectLabel, ObjectRecord
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import TokenRows, read_shard_sources, read_token_shard
 
@@ -104,28 +104,44 @@ def complete_store(storage: Storage, record: StoreRecord) -> StoreRecord:
             raise DamagedStoreError(f"{name} shard indices {ledger.committed()} of {storage} are not 0..{count - 1}")
     table = np.stack([np.concatenate([tokens.row(shard), states.row(shard)]) for shard in range(count)])
     status = np.full(schema.num_samples, STATUS_GOOD, np.uint8)
+    widened, all_tokens = list[list[int | None]](), 0
     for shard in range(count):
-        bad = _check_shard(storage, record, shard, table[shard])
+        tokens_there, labels = _check_shard(storage, record, shard, table[shard])
+        bad = {row for label in labels for row in label.nonfinite}
         status[[shard * schema.shard_size + row for row in bad]] = STATUS_NONFINITE
+        widened.append([label.widened for label in labels])
+        all_tokens += tokens_there
     values = {INDEX_STATUS: status, INDEX_OBJECTS: table}
     record = write_index(storage, record, schema.final_index(), values)
+    record = replace(record, schema=_with_widened(schema, widened, all_tokens))
     record = replace(record, phase="complete", declared_complete=True)
     write_metadata(storage, record)
     return record
 
 
-def _check_shard(storage: Storage, record: StoreRecord, shard: int, table: np.ndarray) -> set[int]:
-    """Check a shard's state objects by their tails; return the rows that any of them marks non-finite."""
+def _with_widened(schema: StoreSchema, shards: Sequence[Sequence[int | None]], tokens: int) -> StoreSchema:
+    """Return the schema with the share of all tokens whose step was widened, by object, where every shard tells it."""
+    scales = list(schema.scales)
+    for place, counts in enumerate(zip(*shards, strict=True) if scales else ()):
+        known = [count for count in counts if count is not None]
+        if len(known) == len(counts):
+            scales[place] = replace(scales[place], widened=round(sum(known) / max(1, tokens), 6))
+    return replace(schema, scales=tuple(scales))
+
+
+def _check_shard(storage: Storage, record: StoreRecord, shard: int, table: np.ndarray) -> tuple[int, list[ObjectLabel]]:
+    """Check a shard's state objects by their tails; return its tokens, and what the tails say of the objects."""
     schema = record.schema
-    digest = read_token_shard(storage, record, shard).digest
-    bad: set[int] = set()
+    rows = read_token_shard(storage, record, shard)
+    digest = rows.digest
+    labels: list[ObjectLabel] = []
     for item, (nbytes, row_digest) in zip(schema.state_objects, table[-len(schema.state_objects) :], strict=True):
         ledger_row = ObjectRecord(int(nbytes), int(row_digest))
         expected = Expected(record.store_id, item.place(shard), ledger_row, digest)
         stored = open_object(storage, item.key(shard), schema.states, expected)
         stored.reader.close()
-        bad.update(stored.tail.label.nonfinite)
-    return bad
+        labels.append(stored.tail.label)
+    return sum(rows.lengths), labels
 
 
 def write_index(

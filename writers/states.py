@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from dspark_store.format.codecs import EncodedChunk, Plain
 from dspark_store.format.dtypes import all_finite, bits_tensor, round_mantissa, tensor_bits
+from dspark_store.format.int8 import quantise
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StateObject, StoreSchema
@@ -21,6 +23,10 @@ from dspark_store.format.shard import ObjectLabel, ObjectRecord, ShardWriter
 from dspark_store.format.storage import Storage
 from dspark_store.writers.pipeline import EncodePipeline
 
+_log = logging.getLogger(__name__)
+_WARNED: set[tuple[str, StateObject]] = set()
+_MORE_WIDENED = 0.02
+"""A share of tokens beyond twice that of the sample, from which on a shard is unlike it."""
 _TASK_BYTES = 2 * 1024 * 1024  # smaller chunks are encoded several at a time: a task has a cost of its own
 
 
@@ -103,6 +109,7 @@ class StateShardWriter:
         self._storage = storage
         self._record = record
         self._schema = record.schema
+        self._stored = record.schema.stored
         self._shard = shard
         self._rows = rows
         self._tokens = tokens
@@ -115,6 +122,7 @@ class StateShardWriter:
         own = self._schema.state_objects if objects is None else objects
         self._written = [item for item in own if item != self._shared]
         self._nonfinite: list[list[int]] = [[] for _ in self._written]
+        self._widened: list[list[tuple[int, int]]] = [[] for _ in self._written]
         self._waiting: list[list[_Piece]] = [[] for _ in self._written]  # of each object, for a task to be full
         self._writers: dict[StateObject, ShardWriter] = {}
         self._drained = False
@@ -124,9 +132,9 @@ class StateShardWriter:
     ) -> None:
         """Queue one sample: K tensors (length, H) in slot order and the last hidden states (length, H), on the CPU.
 
-        What another writer writes may be None. Rows may come in any order; each row once. With ``more``, another row
-        follows at once, and what is small may wait for it. The encoder threads cast and copy the states, so nobody may
-        change them before the shard is finished.
+        Of a store of codes they may be codes already, (length, W) int8. What another writer writes may be None. Rows
+        may come in any order; each row once. With ``more``, another row follows at once, and what is small may wait for
+        it. The encoder threads cast and copy the states, so nobody may change them before the shard is finished.
         """
         self._drained = False
         for position, item in enumerate(self._written):
@@ -154,21 +162,30 @@ class StateShardWriter:
         pieces = tuple(self._waiting[position])
         self._waiting[position].clear()
         if pieces:
-            task = partial(self._encode, pieces, self._nonfinite[position])
+            task = partial(self._encode, pieces, position)
             sink = partial(self._store, self._written[position])
             # counted twice: as states that wait for an encoder, and as what waits for the disk
             self._pipeline.submit(task, 2 * sum(piece.chunks for piece in pieces) * self._chunk_bytes, sink)
 
-    def _encode(self, pieces: Sequence[_Piece], nonfinite: list[int]) -> list[tuple[int, list[EncodedChunk]]]:
+    def _encode(self, pieces: Sequence[_Piece], position: int) -> list[tuple[int, list[EncodedChunk]]]:
         """Encode some pieces of rows in an encoder thread; return the first slot of each with its chunks."""
         step = self._schema.chunk_tokens
         encoded: list[tuple[int, list[EncodedChunk]]] = []
         for piece in pieces:
-            made = [self._encode_chunk(states) for states in torch.split(piece.states, step)]
+            made = [self._encode_chunk(states) for states in torch.split(self._codes(position, piece.states), step)]
             encoded.append((piece.slot, [chunk for chunk, _ in made]))
             if not all(finite for _, finite in made):
-                nonfinite.append(piece.row)
+                self._nonfinite[position].append(piece.row)
         return encoded
+
+    def _codes(self, position: int, states: torch.Tensor) -> torch.Tensor:
+        """Return the codes of states of the object at a position; states as they are where there are no codes."""
+        if self._schema.int8 is None or states.dtype == torch.int8:
+            return states
+        item = self._written[position]
+        codes, widened = quantise(states, self._schema.scale(item.column, item.slot))
+        self._widened[position].append((widened, len(states)))
+        return codes
 
     def _encode_chunk(self, piece: torch.Tensor) -> tuple[EncodedChunk, bool]:
         """Check and encode the positions of one chunk, all while the processor's cache holds it.
@@ -176,12 +193,12 @@ class StateShardWriter:
         A whole chunk in the cache dtype is encoded where it lies. Any other is cast into a buffer (T, H), and rounded
         if the store is, the rest of it the fill value. Whether the states are finite is returned with it.
         """
-        schema, buffers = self._schema, self._pipeline.buffers
+        schema, buffers = self._stored, self._pipeline.buffers
         whole = len(piece) == schema.chunk_tokens and piece.dtype == schema.dtype.torch_dtype and piece.is_contiguous()
         if whole and self._compressed and schema.mantissa_bits is None:
             bits = tensor_bits(piece)
             return self._chain.encode(bits.view(schema.dtype.stored)), all_finite(bits, schema.dtype)
-        buffer = buffers.acquire(self._chunk_bytes)
+        buffer = buffers.acquire(schema.chunk_tokens * schema.hidden_size * schema.dtype.itemsize)
         bits = buffer.view(schema.dtype.bits).reshape(schema.chunk_tokens, schema.hidden_size)
         bits_tensor(bits, schema.dtype.torch_dtype)[: len(piece)].copy_(piece)
         if schema.mantissa_bits is not None:
@@ -254,9 +271,37 @@ class StateShardWriter:
         for writer in self._writers.values():
             writer.abort()
 
+    def count_widened(self, item: StateObject, widened: int, tokens: int) -> None:
+        """Count the widened ones of tokens whose codes were made elsewhere."""
+        if item in self._written:
+            self._widened[self._written.index(item)].append((widened, tokens))
+
     def _label(self, item: StateObject, nonfinite: Sequence[int]) -> ObjectLabel:
         places = [item.place(self._shard)]
         if self._shared is not None and item == self._last:
             places.append(self._shared.place(self._shard))
-        store_id = self._record.store_id
-        return ObjectLabel(store_id, tuple(places), self._rows, self._tokens, tuple(sorted(set(nonfinite))))
+        rows, store_id = tuple(sorted(set(nonfinite))), self._record.store_id
+        return ObjectLabel(store_id, tuple(places), self._rows, self._tokens, rows, self._widened_tokens(item))
+
+    def _widened_tokens(self, item: StateObject) -> int | None:
+        """Return how many tokens of an object had their step widened, None without codes; warn where they are many."""
+        counted = self._widened[self._written.index(item)]
+        if not counted:
+            return None
+        widened, tokens = (sum(count[place] for count in counted) for place in (0, 1))
+        calibrated = self._schema.scale(item.column, item.slot).widened
+        if widened > tokens * (2 * calibrated + _MORE_WIDENED):
+            self._warn_of_widened(item, widened / tokens, calibrated)
+        return widened
+
+    def _warn_of_widened(self, item: StateObject, share: float, calibrated: float) -> None:
+        """Warn once per object of a store."""
+        if (self._record.store_id, item) not in _WARNED:
+            _WARNED.add((self._record.store_id, item))
+            _log.warning(
+                "%s: %.1f%% of the tokens of shard %d hold a value that is too large for their step and got a coarser "
+                "one; in the sample that the store was calibrated on, %.1f%% did. If later rows are unlike the first, "
+                "shuffle them, or keep --dtype bf16",
+                item.name if item.layer_id is None else f"layer {item.layer_id}",
+                *(100 * share, self._shard, 100 * calibrated),
+            )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dspark_store.cli.options import add_worker_arguments, workers_of
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.damage import DamagedStoreError, remedy
+from dspark_store.format.int8 import AIMS
 from dspark_store.format.sizes import of_rows_text
 from dspark_store.text import say, size_text
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mantissa-bits", type=int, metavar="N", help="lossy: round bf16 states to N of their 7 mantissa bits, 1 to 6"
     )
+    parser.add_argument("--dtype", choices=tuple(AIMS), help="make int8 states of a lossless store")
     add_worker_arguments(parser, "that copy a shard each")
     parser.add_argument("--take-over", action="store_true", help="push aside another job that is writing the copy")
 
@@ -37,7 +39,9 @@ def run(given: argparse.Namespace) -> int:
     from dspark_store.inspection.rechunk import rechunk
     from dspark_store.readers.cache import open_cache
 
-    settings = CopySettings(given.codec, given.chunk_tokens, given.shard_size, given.layers, given.mantissa_bits)
+    settings = CopySettings(
+        given.codec, given.chunk_tokens, given.shard_size, given.layers, given.mantissa_bits, given.dtype
+    )
     try:
         copied = rechunk(given.source, given.destination, settings, workers=workers, take_over=given.take_over)
     except DamagedStoreError as error:
@@ -57,8 +61,8 @@ def _tells(cache: Cache) -> str:
     from dspark_store.precompute.report import stored_bytes
 
     stored = stored_bytes(cache)
+    sizes = f"{size_text(stored)}, {of_rows_text(schema, int(cache.lengths.sum()), stored)}"
     return (
-        f"{size_text(stored)}, {of_rows_text(schema, int(cache.lengths.sum()), stored)} ({schema.values}, "
-        f"{schema.codec}, {schema.chunk_tokens} tokens per chunk, {schema.shard_size} samples per shard, "
-        f"{schema.num_layers} layers)"
+        f"{sizes} ({schema.values}, {schema.codec}, {schema.chunk_tokens} tokens per chunk, {schema.shard_size} "
+        f"samples per shard, {schema.num_layers} layers)"
     )

@@ -254,8 +254,8 @@ def state_chain(preset: str, itemsize: int) -> CodecChain:
         return plain_chain(itemsize)
     if preset == "fast":
         return CodecChain(Blosc(itemsize, "lz4", "bitshuffle"))
-    if preset == "default":
-        return CodecChain(Blosc(itemsize, "zstd", "shuffle"))
+    if preset == "default" or (preset == "dense" and itemsize == 1):  # of bytes, nothing is denser
+        return CodecChain(Blosc(itemsize, "zstd", "noshuffle" if itemsize == 1 else "shuffle"))
     if preset == "dense":
         return CodecChain(Pcodec(itemsize))
     raise ValueError(f"codec {preset!r} is unknown; choose one of {', '.join(CODEC_PRESETS)}")

@@ -59,6 +59,8 @@ CACHE_DTYPES = MappingProxyType(
     }
 )
 """The cache dtypes by the name that commands and manifests use."""
+INT8 = CacheDtype("int8", "int8", "int8", np.dtype("u1"), -128, 0x80, 0)
+"""The bytes of codes, in which states of a cache dtype may be stored: see `dspark_store.format.int8`."""
 
 
 def cache_dtype(name: str) -> CacheDtype:
@@ -77,15 +79,15 @@ def cache_dtype_of(torch_dtype: torch.dtype) -> CacheDtype:
 
 
 def tensor_bits(states: torch.Tensor) -> np.ndarray:
-    """View a CPU tensor of a cache dtype as unsigned integers of the same width, without a copy."""
+    """View a CPU tensor of states or of codes as unsigned integers of the same width, without a copy."""
     import torch
 
-    signed = torch.int16 if states.dtype.itemsize == 2 else torch.int32
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[states.dtype.itemsize]
     return states.detach().view(signed).numpy().view(f"<u{states.dtype.itemsize}")
 
 
 def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
-    """Tell whether an array of stored bits holds no infinity and no NaN.
+    """Tell whether an array of stored bits holds no infinity and no NaN; a code that holds one is all fill.
 
     As signed integers the largest is the largest positive value, as unsigned ones the negative value of the largest
     magnitude: two maxima, three times as fast as masking the sign out, where torch's isfinite takes as long as
@@ -93,6 +95,8 @@ def all_finite(bits: np.ndarray, dtype: CacheDtype) -> bool:
     """
     if not bits.size:
         return True
+    if dtype is INT8:
+        return not bool((bits[..., -1] == INT8.fill_bits).any())
     sign = 1 << (8 * dtype.itemsize - 1)
     positive, any_sign = bits.view(f"<i{dtype.itemsize}").max(), bits.max()
     return int(positive) < dtype.infinity_bits and int(any_sign) < sign | dtype.infinity_bits

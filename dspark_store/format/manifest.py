@@ -24,7 +24,9 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.shard import LEAST_LAYER
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, FEATURES_VERSION = 1, 2
+"""Of a store that every reader knows, and of one that names the ``FEATURES`` which a reader must know beside."""
+FEATURES = ("int8",)
 ATTRIBUTE = "dspark_store"
 BOOKKEEPING_FIELDS = frozenset({"format_version", "complete"})
 RECORDED_FIELDS = frozenset({"target_model", "train_data_path", "target_revision"})
@@ -45,6 +47,7 @@ _MANIFEST_COUNTS = (
 _MANIFEST_TEXTS = (
     *("target_model", "target_model_type", "dtype", "train_data_path", "train_split", "chat_template_sha256"),
     *("tokenizer_sha256", "target_weights", "target_revision", "compute_dtype", "attn_implementation", "codec"),
+    "state_dtype",
 )
 
 type Manifest = Mapping[str, JsonValue]
@@ -243,8 +246,10 @@ class StoreRecord:
     def attributes(self) -> dict[str, JsonValue]:
         """Return the value of the attribute ``dspark_store``, without its seal."""
         copied = {} if self.copied_from is None else {"copied_from": self.copied_from.to_json()}
+        features = {"features": list(self.schema.features)} if self.schema.features else {}
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": FEATURES_VERSION if features else FORMAT_VERSION,
+            **features,
             "store_id": self.store_id,
             "phase": self.phase,
             "complete": self.complete,
@@ -268,17 +273,28 @@ class StoreRecord:
 
 
 def parse_record(attributes: Mapping[str, JsonValue], where: str) -> StoreRecord:
-    """Read a store's attributes; ValueError for another format version, DamagedStoreError for malformed ones."""
-    version = attributes.get("format_version")
-    if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
-        raise ValueError(
-            f"store at {where} has format_version {shown(version)}, this version of dspark-store reads "
-            f"{FORMAT_VERSION}; run the precompute again, or install the version that wrote it"
-        )
+    """Read a store's attributes; ValueError for another version or unknown feature, DamagedStoreError if malformed."""
+    if (unknown := unknown_format(attributes)) is not None:
+        raise ValueError(f"store at {where} has {unknown}")
     try:
         return _parse(JsonFields(attributes, "attributes"))
     except ValueError as error:
         raise DamagedStoreError(f"zarr.json of the store at {where} is malformed: {error}; {remedy(where)}") from error
+
+
+def unknown_format(attributes: Mapping[str, JsonValue]) -> str | None:
+    """Say what of a store's format is not known here; None where all is."""
+    version, features = attributes.get("format_version"), attributes.get("features", [])
+    if type(version) is not int or version not in (FORMAT_VERSION, FEATURES_VERSION):
+        return (
+            f"format_version {shown(version)}, this version of dspark-store reads {FORMAT_VERSION} and "
+            f"{FEATURES_VERSION}; run the precompute again, or install the version that wrote it"
+        )
+    unknown = [each for each in features if each not in FEATURES] if isinstance(features, list) else [features]
+    if unknown:
+        known = ", ".join(FEATURES)
+        return f"the feature {shown(unknown[0])}, this version of dspark-store knows {known}; install a newer one"
+    return None
 
 
 def _parse(fields: JsonFields) -> StoreRecord:
@@ -287,6 +303,11 @@ def _parse(fields: JsonFields) -> StoreRecord:
     if manifest and manifest.get("mantissa_bits") != schema.mantissa_bits:
         kept = shown(manifest.get("mantissa_bits"))
         raise DamagedStoreError(f"{fields.where}: mantissa_bits is {schema.mantissa_bits}, that of the manifest {kept}")
+    features = fields.texts("features") if fields.has("features") else ()
+    if features != schema.features or (fields.count("format_version") == FEATURES_VERSION) != bool(features):
+        raise DamagedStoreError(
+            f"{fields.where}: features are {list(features)}, the layout has {list(schema.features)}"
+        )
     fields.flag("complete")
     if fields.has("semantics"):
         fields.table("semantics")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import cast
 
 from dspark_store.format.codecs import CODEC_PRESETS, CodecChain, plain_chain, state_chain, token_chain
-from dspark_store.format.dtypes import CacheDtype, cache_dtype
+from dspark_store.format.dtypes import INT8, CacheDtype, cache_dtype
 from dspark_store.format.grid import ShardGrid
+from dspark_store.format.int8 import AIMS, MOST_WIDTH, LayerScale, code_width
 from dspark_store.format.jsonvalue import MOST_COUNTED, JsonFields, JsonValue, shown
 from dspark_store.format.shard import LEAST_LAYER, Place
 
@@ -124,7 +127,9 @@ class StoreSchema:
     ``num_layers`` captured layers of ``hidden_size`` features; ``layer_ids`` names them, and is empty until a manifest
     does; ``chunk_tokens`` positions a chunk of a state column; ``codec`` a preset. ``sources`` names the parts of a
     blend, in the order of their numbers, where there are two or more: only then does the store say which part each
-    sample came from. ``mantissa_bits`` of 7 are kept of bf16 states, all where it is None.
+    sample came from. ``dtype`` is what reading gives. ``mantissa_bits`` of 7 are kept of bf16 states, all where it is
+    None. States are stored as they are, or as codes of the name ``int8``; ``scales`` has what they were made by, for
+    each of the state objects, once the store is calibrated.
     """
 
     num_samples: int
@@ -138,6 +143,8 @@ class StoreSchema:
     chunk_tokens: int
     sources: tuple[str, ...] = ()
     mantissa_bits: int | None = None
+    int8: str | None = None
+    scales: tuple[LayerScale, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.sources) == 1 or len(self.sources) > SOURCE_FILL:
@@ -152,6 +159,8 @@ class StoreSchema:
         """Raise ValueError for sizes that no array can have, or that no reader could hold one chunk or index of."""
         if self.layer_ids and len(self.layer_ids) != self.num_layers:
             raise ValueError(f"num_layers is {self.num_layers}, but layer_ids names {len(self.layer_ids)}")
+        if self.int8 is not None:
+            self._check_codes()
         itemsize, states = self.dtype.itemsize, self.states
         bounds = {
             "num_layers": (self.num_layers, MOST_LAYERS),
@@ -167,6 +176,40 @@ class StoreSchema:
         for name, (value, most) in bounds.items():
             if value > most:
                 raise ValueError(f"{name} is {value:,}, the format allows at most {most:,}")
+
+    def _check_codes(self) -> None:
+        if self.int8 not in AIMS or self.dtype.name != "bf16" or self.mantissa_bits is not None:
+            raise ValueError(f"state_dtype {self.int8} of {self.values} is unknown; bf16 has {', '.join(AIMS)}")
+        if self.hidden_size > MOST_WIDTH:
+            raise ValueError(f"hidden_size is {self.hidden_size:,}, {self.int8} has at most {MOST_WIDTH:,}")
+        if self.scales and len(self.scales) != self.num_layers + 1:
+            raise ValueError(f"{len(self.scales)} scales are not those of {self.num_layers} layers and the last states")
+
+    @property
+    def state_dtype(self) -> str:
+        """What states are stored as: the name of the cache dtype, or of the codes."""
+        return self.int8 or self.dtype.name
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a reader must know beyond version 1 of the format, by name."""
+        return () if self.int8 is None else ("int8",)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether states can be stored: always, but as codes only once it is known how."""
+        return self.int8 is None or bool(self.scales)
+
+    @property
+    def stored(self) -> StoreSchema:
+        """The shape of what is stored: of codes, a store with their width and the dtype of their bytes."""
+        return self if self.int8 is None else _shape_of_codes(self)
+
+    def scale(self, column: str, slot: int) -> LayerScale:
+        """Return what the codes of a state object were made by; ValueError before the store is calibrated."""
+        if not self.scales:
+            raise ValueError(f"the store of {self.int8} states is not calibrated yet")
+        return self.scales[self.num_layers if column == LAST else slot]
 
     @property
     def tokens(self) -> ShardGrid:
@@ -194,19 +237,36 @@ class StoreSchema:
             return plain_chain(2)
         if column in (IDS, MASK):
             return token_chain(self.codec, 4 if column == IDS else 1)
-        return state_chain(self.codec, self.dtype.itemsize)
+        return state_chain(self.codec, self.stored.dtype.itemsize)
 
     def layout(self) -> dict[str, JsonValue]:
         """Return the schema as the attribute ``layout``."""
         layout = {each.name: getattr(self, each.name) for each in fields(self)}
         layout |= {"layer_ids": list(self.layer_ids), "dtype": self.dtype.name, "sources": list(self.sources)}
-        return {name: value for name, value in layout.items() if value or name not in ("sources", "mantissa_bits")}
+        layout |= {
+            "state_dtype": layout.pop("int8"),
+            "calibration": [scale.to_json() for scale in layout.pop("scales")],
+        }
+        optional = ("sources", "mantissa_bits", "state_dtype", "calibration")
+        return {name: value for name, value in layout.items() if value or name not in optional}
 
     @property
     def values(self) -> str:
         """What the values of states are, in words."""
+        if self.int8 is not None:
+            return f"{self.dtype.name} from {self.int8} (lossy)"
         kept = self.mantissa_bits
         return self.dtype.name if kept is None else f"{self.dtype.name} rounded to {kept} of 7 mantissa bits (lossy)"
+
+    def stored_as(self, state_dtype: str) -> StoreSchema:
+        """Return the schema with states stored as a cache dtype, or as codes that are still to be calibrated."""
+        codes = state_dtype in AIMS
+        dtype = cache_dtype("bf16" if codes else state_dtype)
+        return replace(self, dtype=dtype, int8=state_dtype if codes else None, scales=())
+
+    def with_scales(self, scales: Mapping[str, LayerScale]) -> StoreSchema:
+        """Return the schema calibrated: the scales of the state objects by their names."""
+        return replace(self, scales=tuple(scales[item.name] for item in self.state_objects))
 
     def settled(self, num_samples: int) -> StoreSchema:
         """Return the schema with its final number of samples."""
@@ -214,19 +274,24 @@ class StoreSchema:
 
     def columns(self) -> dict[str, ArraySpec]:
         """Return the four columns by path."""
-        n, seq, width = self.num_samples, self.seq_length, self.hidden_size
+        n, seq, width, dtype = self.num_samples, self.seq_length, self.stored.hidden_size, self.stored.dtype
         shard = (self.shard_size, self.states.padded_length, width)
         inner = (1, self.chunk_tokens, width)
         logical: dict[str, JsonValue] = {"dtype": self.dtype.logical}
         layered: dict[str, JsonValue] = {**logical, "layer_ids": list(self.layer_ids)}
-        stored = (self.dtype.zarr_name, self.dtype.fill_value, shard, inner, self.chain(LAST))
+        if self.int8 is not None:
+            *layers, last = [list(scale.high_channels) for scale in self.scales] or [[]]
+            layered |= {"state_dtype": self.int8, "high_channels": cast(JsonValue, layers)}
+            logical |= {"state_dtype": self.int8, "high_channels": cast(JsonValue, last)}
+        axes = ("layer_feature", "feature") if self.int8 is None else ("layer_code", "code")
+        stored = (dtype.zarr_name, dtype.fill_value, shard, inner, self.chain(LAST))
         position = ("sample", "position")
         tokens = ((self.shard_size, seq), (1, seq))
         return {
             IDS: ArraySpec((n, seq), "int32", ID_FILL, *tokens, self.chain(IDS), position, {}),
             MASK: ArraySpec((n, seq), "uint8", MASK_FILL, *tokens, self.chain(MASK), position, {}),
-            LAYERS: ArraySpec((n, seq, self.num_layers * width), *stored, (*position, "layer_feature"), layered),
-            LAST: ArraySpec((n, seq, width), *stored, (*position, "feature"), logical),
+            LAYERS: ArraySpec((n, seq, self.num_layers * width), *stored, (*position, axes[0]), layered),
+            LAST: ArraySpec((n, seq, width), *stored, (*position, axes[1]), logical),
         }
 
     def ledgers(self) -> dict[str, ArraySpec]:
@@ -273,10 +338,15 @@ class StoreSchema:
             self.dtype.fill_value,
             (rows, *shape[1:]),
             None,
-            self.chain(LAST),
+            state_chain(self.codec, self.dtype.itemsize),
             ("vocab", "feature")[: len(shape)],
             {"dtype": self.dtype.logical},
         )
+
+
+@lru_cache(maxsize=64)
+def _shape_of_codes(schema: StoreSchema) -> StoreSchema:
+    return replace(schema, hidden_size=code_width(schema.hidden_size), dtype=INT8, int8=None, scales=())
 
 
 def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
@@ -284,11 +354,14 @@ def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
     given = JsonFields(layout, "layout")
     if (codec := given.text("codec")) not in CODEC_PRESETS:
         raise ValueError(f"codec {shown(codec)} is unknown; expected one of {', '.join(CODEC_PRESETS)}")
+    int8 = given.text("state_dtype") if given.has("state_dtype") else None
+    scales = given.items("calibration") if given.has("calibration") and int8 else ()
+    width = given.count("hidden_size", 1)
     return StoreSchema(
         num_samples=given.count("num_samples"),
         shard_size=given.count("shard_size", 1),
         seq_length=given.count("seq_length", 1),
-        hidden_size=given.count("hidden_size", 1),
+        hidden_size=width,
         num_layers=given.count("num_layers"),
         layer_ids=given.counts("layer_ids", LEAST_LAYER, MOST_LAYERS),
         dtype=cache_dtype(given.text("dtype")),
@@ -296,6 +369,8 @@ def parse_layout(layout: Mapping[str, JsonValue]) -> StoreSchema:
         chunk_tokens=given.count("chunk_tokens", 1),
         sources=given.texts("sources") if given.has("sources") else (),
         mantissa_bits=given.count("mantissa_bits", 1, 6) if given.has("mantissa_bits") else None,
+        int8=int8,
+        scales=tuple(LayerScale.from_json(JsonFields.of(item, "calibration"), width) for item in scales),
     )
 
 

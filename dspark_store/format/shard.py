@@ -57,7 +57,8 @@ class ObjectLabel:
 
     ``store_id`` is the store's digest of identity; ``places`` one place, or two for a shared object; ``rows`` the
     samples in the shard; ``tokens`` the digest of the tokens that the states were computed from; ``nonfinite`` the
-    rows of the shard whose values are not all finite.
+    rows of the shard whose values are not all finite; ``widened`` how many tokens' codes have a widened step, None
+    where there are no codes, or it is not known.
     """
 
     store_id: str
@@ -65,6 +66,7 @@ class ObjectLabel:
     rows: int
     tokens: str
     nonfinite: tuple[int, ...] = ()
+    widened: int | None = None
 
     def header(self) -> bytes:
         """Return the trailer's header: canonical JSON."""
@@ -80,6 +82,7 @@ class ObjectLabel:
                 "rows": self.rows,
                 "tokens": self.tokens,
                 "nonfinite": list(self.nonfinite),
+                **({} if self.widened is None else {"widened": self.widened}),
             }
         )
 
@@ -97,7 +100,8 @@ def parse_label(header: bytes) -> ObjectLabel:
     places = tuple(_parse_place(JsonFields.of(place, _MALFORMED)) for place in fields.items("places"))
     rows = fields.count("rows")
     nonfinite = fields.counts("nonfinite", most=rows - 1)
-    return ObjectLabel(fields.text("store"), places, rows, fields.text("tokens"), nonfinite)
+    widened = fields.count("widened") if fields.has("widened") else None
+    return ObjectLabel(fields.text("store"), places, rows, fields.text("tokens"), nonfinite, widened)
 
 
 def _parse_place(fields: JsonFields) -> Place:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.int8 import AIMS
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import distinct_bytes
 from dspark_store.format.manifest import CopiedFrom, StoreRecord, identity_digest
@@ -21,7 +22,7 @@ from dspark_store.precompute.undo import OWN_FOLDERS, is_unfinished_beginning
 from dspark_store.readers.cache import Cache
 from dspark_store.text import size_text
 
-_SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids", "mantissa_bits")
+_SETTINGS = ("codec", "chunk_tokens", "shard_size", "layer_ids", "mantissa_bits", "state_dtype")
 _NO_LAYER = -2  # below the embedding's
 _CHUNK_BYTES = 20  # of an object's trailer and index, for every chunk that it has room for
 _TOKEN_BYTES = 5  # an id and its mask
@@ -32,6 +33,7 @@ class CopySettings:
     """What a copy is to have other than its source; None is what the source has.
 
     ``layers`` are the ids of the captured layers to keep, in any order; their slots stay in the source's.
+    ``state_dtype`` is one of `AIMS`.
     """
 
     codec: str | None = None
@@ -39,6 +41,7 @@ class CopySettings:
     shard_size: int | None = None
     layers: Sequence[int] | None = None
     mantissa_bits: int | None = None
+    state_dtype: str | None = None
 
 
 def copy_record(source: StoreRecord, seal: str, settings: CopySettings) -> StoreRecord:
@@ -92,8 +95,16 @@ def _copy_schema(old: StoreSchema, settings: CopySettings) -> StoreSchema:
         chunk_tokens = default_chunk_tokens(
             old.hidden_size, old.dtype.itemsize, old.seq_length, compressed=codec != "none"
         )
+    state_dtype = settings.state_dtype or old.state_dtype
+    if state_dtype != old.state_dtype and (state_dtype not in AIMS or old.int8 or old.mantissa_bits):
+        raise ValueError(
+            f"dtype {state_dtype} cannot be made of the source's {old.values}: keep that, or make "
+            f"{' or '.join(AIMS)} of a lossless store"
+        )
+    scales = {item.layer_id: scale for item, scale in zip(old.state_objects, old.scales, strict=False)}
     schema = replace(
-        old,
+        old if state_dtype == old.state_dtype else old.stored_as(state_dtype),
+        scales=tuple(scales[layer] for layer in (*layers, None)) if state_dtype == old.int8 else (),
         codec=codec,
         chunk_tokens=chunk_tokens,
         shard_size=old.shard_size if settings.shard_size is None else settings.shard_size,
@@ -115,6 +126,8 @@ def _changed_fields(manifest: Mapping[str, JsonValue], old: StoreSchema, new: St
         fields["target_hidden_dim"] = new.num_layers * new.hidden_size
     fields |= {"codec": new.codec, "chunk_tokens": new.chunk_tokens}
     fields = {name: value for name, value in fields.items() if name in manifest}
+    if new.int8 is not None:
+        fields |= {"dtype": new.dtype.name, "state_dtype": new.int8}
     return fields if new.mantissa_bits is None else {**fields, "mantissa_bits": new.mantissa_bits}
 
 
@@ -189,7 +202,8 @@ class CopySize:
     def _state_bytes(self, shards: Sequence[int]) -> int:
         schema, old = self.record.schema, self.source.schema
         lengths, last_layer = self._lengths(shards), _last_layer(self.record)
-        if schema.codec == old.codec != "none" and schema.mantissa_bits == old.mantissa_bits:
+        same = schema.mantissa_bits == old.mantissa_bits and schema.int8 == old.int8
+        if same and schema.codec == old.codec != "none":
             everything = max(1, ragged_bytes(old, last_layer, int(self.source.lengths.sum())))
             return _source_state_bytes(self.source) * self.raw(shards) // everything
         return round(stored_range(schema, last_layer, Volume.of(schema, lengths, lengths))[1])

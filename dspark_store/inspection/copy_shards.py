@@ -17,6 +17,7 @@ from crc32c import crc32c
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.dtypes import rounded_states, tensor_bits
+from dspark_store.format.int8 import quantise
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_seal
@@ -181,15 +182,30 @@ def _check_labels(source: Cache, samples: range, layer_ids: Sequence[int]) -> No
 def _fill(source: Cache, writer: StateShardWriter, samples: range, schema: StoreSchema) -> np.ndarray:
     """Give every row to the writer, as the copy is to have it; return the checksums of that, (rows, K + 1) uint32."""
     checksums = np.zeros((len(samples), schema.num_layers + 1), np.uint32)
+    coded = schema.int8 is not None and source.schema.int8 is None
     for row, sample in enumerate(samples):
-        valid = slice(0, int(source.lengths[sample]))
-        batch = source.read(
-            [sample], columns=(LAYERS, LAST), layers=schema.layer_ids, positions=valid, layout="stacked"
-        )
-        *layers, last = (rounded_states(states, schema.mantissa_bits) for states in (*batch[LAYERS][0], batch[LAST][0]))
-        checksums[row] = [_checksum(states) for states in (*layers, last)]
-        writer.add(row, layers, last)
+        states = source_states(source, sample, schema.layer_ids)
+        if source.schema.int8 is None:
+            states = [rounded_states(layer, schema.mantissa_bits) for layer in states]
+        for position, item in enumerate(schema.state_objects if coded else ()):
+            states[position], widened = quantise(states[position], schema.scale(item.column, item.slot))
+            writer.count_widened(item, widened, len(states[position]))
+        checksums[row] = [_checksum(layer) for layer in states]
+        writer.add(row, states[:-1], states[-1])
     return checksums
+
+
+def source_states(source: Cache, sample: int, layer_ids: Sequence[int]) -> list[torch.Tensor]:
+    """Read what is stored of a sample's valid positions, states or codes: of some layers, then the last ones."""
+    batch = source.read(
+        [sample],
+        columns=(LAYERS, LAST),
+        layers=layer_ids,
+        positions=slice(0, int(source.lengths[sample])),
+        layout="stacked",
+        dequantise=False,
+    )
+    return [*batch[LAYERS][0], batch[LAST][0]]
 
 
 def _checksum(states: torch.Tensor) -> int:
@@ -231,7 +247,7 @@ def _read_back(
 
 def _stored_checksums(record: StoreRecord, stored: StoredObject, lengths: Sequence[int]) -> np.ndarray:
     """Return the checksum of every row of an object, from its decoded chunks, (rows,) uint32."""
-    schema = record.schema
+    schema = record.schema.stored
     chain, step = schema.chain(LAST), schema.chunk_tokens
     chunk = np.empty((step, schema.hidden_size), schema.dtype.stored)
     checksums = np.zeros(len(lengths), np.uint32)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dspark_store.format.damage import DamagedStoreError
+from dspark_store.format.int8 import AIMS, calibrate, spread
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_seal, write_metadata
@@ -23,7 +24,14 @@ from dspark_store.inspection.copy_plan import (
     copy_record,
     refuse_small_disk,
 )
-from dspark_store.inspection.copy_shards import CopyTask, copy_states, copy_tokens, naming_source, open_source
+from dspark_store.inspection.copy_shards import (
+    CopyTask,
+    copy_states,
+    copy_tokens,
+    naming_source,
+    open_source,
+    source_states,
+)
 from dspark_store.inspection.repair.state import in_phase_states
 from dspark_store.inspection.shardwise import Workers
 from dspark_store.inspection.sizes import shares_tables
@@ -116,6 +124,8 @@ def _fill(source: Cache, task: CopyTask, workers: Workers) -> bool:
     _check_index(source, destination, record)
     if source.record.weights and not record.weights:
         record = _copy_weights(source, task, record)
+    if not record.schema.calibrated:
+        record = _calibrated(source, task, record)
     shards = _missing(destination, record)[1]
     _copy_states(source, replace(task, record=record, threads=workers.encoders(len(shards))), shards, workers)
     task.check()
@@ -154,9 +164,28 @@ def _copy_states(source: Cache, task: CopyTask, shards: Sequence[int], workers: 
             progress.advance(raw, f"{size_text(stored)} written, about {size_text(coming)} to come")
 
 
+def _calibrated(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRecord:
+    """Calibrate the copy's codes on rows of its first shard, and write that down."""
+    schema = record.schema
+    chosen = spread(source.lengths[: schema.shard_size].tolist())
+    with naming_source(task.source):
+        rows = [source_states(source, row, schema.layer_ids) for row in chosen]
+    scales = {
+        item.name: calibrate([row[place] for row in rows], schema.hidden_size, AIMS[str(schema.int8)])
+        for place, item in enumerate(schema.state_objects)
+    }
+    record = replace(record, schema=schema.with_scales(scales))
+    task.check()
+    write_metadata(task.destination, record)
+    return record
+
+
 def _copy_weights(source: Cache, task: CopyTask, record: StoreRecord) -> StoreRecord:
     with naming_source(task.source):
         tables = source.weights()
+    dtype = record.schema.dtype.torch_dtype
+    bias = None if tables.bias is None else tables.bias.to(dtype)
+    tables = TargetWeights(tables.embed.to(dtype), tables.head.to(dtype), bias)
     task.check()
     tied = shares_tables(source.record)
     record = replace(record, head=source.record.head)  # a repair has forgotten it together with the tables

@@ -11,9 +11,10 @@ from typing import cast
 
 import torch
 
+from dspark_store.format.int8 import AIMS, LayerScale, calibrate, spread
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.schema import StateObject, StoreSchema
+from dspark_store.format.schema import LAST, StateObject, StoreSchema
 from dspark_store.format.storage import Storage
 from dspark_store.format.token_shards import read_token_shard
 from dspark_store.precompute.copies import HostCopies, HostCopy
@@ -68,6 +69,24 @@ class CaptureContext:
         with self.profile.timed("forward"):
             states = self.capture(ids.to(device), attention.to(device))
         return self.copies.start(states)
+
+    def calibrate(self) -> dict[str, LayerScale]:
+        """Run batches of the first shard, evenly spread, and return the scales of this rank's objects, by name."""
+        schema, settings = self.record.schema, self.settings
+        samples: dict[StateObject, list[torch.Tensor]] = {item: [] for item in self.objects}
+        if schema.num_samples:
+            rows = read_token_shard(self.storage, self.record, 0)
+            batches = batches_of(rows.lengths, settings.batch_limit)
+            for place in spread([sum(rows.lengths[row] for row in batch) for batch in batches]):
+                batch = batches[place]
+                states = self.forward(*padded_batch(rows, batch, settings.pad_token_id, self.vocab_size)).wait()
+                layers: dict[int | None, torch.Tensor | None] = dict(zip(states.slots, states.layers, strict=True))
+                layers[None] = states.last
+                for item, kept in samples.items():
+                    layer = cast(torch.Tensor, layers[None if item.column == LAST else item.slot])
+                    kept.extend(layer[at, : rows.lengths[row]].clone() for at, row in enumerate(batch))
+        aim = AIMS[str(schema.int8)]
+        return {item.name: calibrate(kept, schema.hidden_size, aim) for item, kept in samples.items()}
 
     def run_dummy(self) -> None:
         """Take part in a forward without work of one's own; what comes out is dropped."""

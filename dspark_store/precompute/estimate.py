@@ -17,8 +17,14 @@ COMPRESSION: dict[tuple[str, str], tuple[float, float]] = {
     ("dense", "bf16"): (1.42, 1.53),
     ("dense", "fp16"): (1.13, 1.19),
     ("dense", "fp32"): (1.17, 1.22),
+    ("fast", "int8"): (2.3, 2.9),
+    ("fast", "int8-small"): (2.6, 3.4),
+    ("default", "int8"): (2.9, 3.5),
+    ("default", "int8-small"): (3.5, 4.7),
+    ("dense", "int8"): (2.9, 3.5),
+    ("dense", "int8-small"): (3.5, 4.7),
 }
-"""Lowest and highest ratio to expect, by codec and cache dtype.
+"""Lowest and highest ratio to expect, by codec and what states are stored as, of their bytes in the cache dtype.
 
 ``python -m benchmarks.ratios`` measures them, as bytes per value; these are SmolLM2-135M's, a little wider than its
 layers lie apart. Codec ``none`` is not among them: its size is known.
@@ -30,7 +36,7 @@ def expected_ratio(schema: StoreSchema) -> tuple[float, float]:
 
     Each mantissa bit that is rounded away takes a bit less, within 4 %, with every codec.
     """
-    low, high = COMPRESSION[schema.codec, schema.dtype.name]
+    low, high = COMPRESSION[schema.codec, schema.state_dtype]
     if schema.mantissa_bits is None:
         return low, high
     gone, bits = 7 - schema.mantissa_bits, 8 * schema.dtype.itemsize
@@ -43,7 +49,7 @@ def stored_range(schema: StoreSchema, last_layer: int, volume: Volume) -> tuple[
     Without compression the rest of each last chunk is stored too; with it, that rest takes next to nothing.
     """
     if schema.codec == "none":
-        whole = ragged_bytes(schema, last_layer, volume.chunk_tokens)
+        whole = ragged_bytes(schema.stored, last_layer, volume.chunk_tokens)
         return whole, whole
     raw = ragged_bytes(schema, last_layer, volume.tokens)
     low, high = expected_ratio(schema)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -16,7 +17,8 @@ import transformers
 import zarr
 
 from dspark_store.format.damage import DamagedStoreError, remedy
-from dspark_store.format.jsonvalue import JsonValue
+from dspark_store.format.int8 import LayerScale
+from dspark_store.format.jsonvalue import JsonFields, JsonValue
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import has_store, read_record, write_metadata
@@ -43,6 +45,7 @@ from dspark_store.precompute.undo import full_disk_told, new_store_undone, retra
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.readers.index import StoreIndex
 from dspark_store.target.batches import BatchLimit, forward_cost
+from dspark_store.target.parallel import ParallelPlan
 from dspark_store.text import say
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
@@ -122,7 +125,7 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
         record = _with_producer(record, target) if shards else record  # else there is no target to load
         check()
         write_metadata(storage, record)
-        report = _capture(world, storage, record, target, begun, lengths, smoke=smoke)
+        record, report = _capture(world, storage, record, target, begun, lengths, smoke=smoke)
         check()
         complete_store(storage, _with_rate(record, report) if shards else record)
         world.share("published", lambda: True)
@@ -258,9 +261,10 @@ def _capture(
     lengths: Sequence[int],
     *,
     smoke: bool,
-) -> CaptureReport:
+) -> tuple[StoreRecord, CaptureReport]:
+    """Capture the shards that are missing; return the record, calibrated, and what was captured."""
     if not begun.shards:
-        return CaptureReport(0, 0, 0, 0.0)
+        return record, CaptureReport(0, 0, 0, 0.0)
     config, schema, plan = target.config, record.schema, target.plan
     capture = target.loaded.capture(schema.layer_ids)
     settings = CaptureSettings(
@@ -280,10 +284,14 @@ def _capture(
     ):
         copies = HostCopies(target.input_device, schema.dtype.torch_dtype)
         context = CaptureContext(storage, record, capture, settings, objects, pipeline, copies, profile)
+        check = partial(_check_may_write, world, storage, begun.lock)
+        if not schema.calibrated:
+            record = _calibrated(world, context, plan, check)
+            context = replace(context, record=record)
         events = CaptureEvents(
             batch=counts.batch,
             committed=counts.committed,
-            before_commit=partial(_check_may_write, world, storage, begun.lock),
+            before_commit=check,
             progress=world.watch.progress,
         )
         with world.watch.working(lambda: (pipeline.encode_seconds, pipeline.write_seconds)):
@@ -295,4 +303,33 @@ def _capture(
     if config.profile and not smoke:
         for line in profile.lines(seconds, pipeline.encode_seconds, pipeline.write_seconds):
             say(line if world.size == 1 else f"rank {world.rank} {line}")
-    return counts.report(seconds)
+    return record, counts.report(seconds)
+
+
+def _calibrated(world: World, context: CaptureContext, plan: ParallelPlan, check: Callable[[], None]) -> StoreRecord:
+    """Calibrate a store of codes once: every rank runs the same batches, and what the first crew finds is written down.
+
+    It stands in the root before any rank makes a code, so that a resumed job finds it.
+    """
+    record = context.record
+    finders = [rank for rank in plan.crew(0) if plan.writes(rank)]
+    found = {name: scale.to_json() for name, scale in context.calibrate().items()}
+    if world.rank in finders:
+        world.keys.set(f"calibration/{world.rank}", json.dumps(found))
+    if not world.leads:
+        found = cast("dict[str, dict[str, JsonValue]]", world.receive("calibration"))
+        return _with_scales(record, found)
+    for rank in finders:
+        found |= json.loads(world.wait_for(partial(world.keys.get, f"calibration/{rank}")))
+    record = _with_scales(record, found)
+    check()
+    write_metadata(context.storage, record)
+    world.share("calibration", lambda: found)  # now that it is in the root
+    return record
+
+
+def _with_scales(record: StoreRecord, found: Mapping[str, Mapping[str, JsonValue]]) -> StoreRecord:
+    schema = record.schema
+    fields = {name: JsonFields(scale, "calibration") for name, scale in found.items()}
+    scales = {name: LayerScale.from_json(scale, schema.hidden_size) for name, scale in fields.items()}
+    return replace(record, schema=schema.with_scales(scales))

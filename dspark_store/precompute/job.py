@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dspark_store.format.damage import remedy
 from dspark_store.format.dtypes import cache_dtype
 from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.int8 import AIMS
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import (
     SETTLED_FIELDS,
@@ -116,7 +117,8 @@ def plan_job(
     source = build_source(parse_source(config.input_data), context)
     schema = _new_schema(config, target.text, layer_ids, source)
     identity: dict[str, JsonValue] = {
-        **_upstream_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer)),
+        **_upstream_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer), schema.dtype.name),
+        **({} if schema.int8 is None else {"state_dtype": schema.int8}),
         **_target_identity(target),
         "source": source.identity(),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
@@ -221,7 +223,8 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 
 
 def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], source: Source) -> StoreSchema:
-    dtype, width = cache_dtype(config.dtype), int(text.hidden_size)
+    int8 = config.dtype if config.dtype in AIMS else None
+    dtype, width = cache_dtype("bf16" if int8 else config.dtype), int(text.hidden_size)
     chunk_tokens = config.chunk_tokens or default_chunk_tokens(
         width, dtype.itemsize, config.seq_length, compressed=config.codec != "none"
     )
@@ -238,20 +241,21 @@ def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: lis
         chunk_tokens=min(chunk_tokens, config.seq_length),
         sources=origins if len(origins) > 1 else (),
         mantissa_bits=config.mantissa_bits,
+        int8=int8,
     )
     schema.columns()  # a codec whose package is missing is refused here
     return schema
 
 
 def _upstream_identity(
-    config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], template_sha256: str
+    config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], template_sha256: str, dtype: str
 ) -> Manifest:
     manifest = build_cache_manifest(
         target_model=config.target_model,
         target_model_type=str(text.model_type),
         target_text_config=cast("object", text),  # type: ignore[arg-type] # a transformers config has these fields
         seq_length=config.seq_length,
-        dtype=config.dtype,
+        dtype=dtype,
         num_samples=0,
         shard_size=config.shard_size,
         target_layer_ids=layer_ids,

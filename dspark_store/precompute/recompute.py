@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import cast
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.dtypes import rounded_states
+from dspark_store.format.int8 import LayerScale, dequantise, quantise, split_codes
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
 from dspark_store.format.token_shards import TokenRows
 from dspark_store.readers.cache import Cache
@@ -62,8 +64,13 @@ def _tokens(cache: Cache, samples: Sequence[int]) -> TokenRows:
 
 
 def _difference(cache: Cache, sample: int, fresh: Sequence[torch.Tensor]) -> float:
-    batch = cache.read([sample], columns=(LAYERS, LAST), positions=slice(0, len(fresh[0])), layout="stacked")
+    batch = cache.read(
+        [sample], columns=(LAYERS, LAST), positions=slice(0, len(fresh[0])), layout="stacked", dequantise=False
+    )
     stored, kept = [*batch[LAYERS][0], batch[LAST][0]], cache.schema.mantissa_bits
+    if cache.schema.int8 is not None:
+        scales = [cache.schema.scale(item.column, item.slot) for item in cache.schema.state_objects]
+        return max(_code_difference(*each) for each in zip(stored, fresh, scales, strict=True))
     cast = (rounded_states(new.to(cache.dtype).cpu().contiguous(), kept) for new in fresh)
     differences = [
         0.0
@@ -72,3 +79,18 @@ def _difference(cache: Cache, sample: int, fresh: Sequence[torch.Tensor]) -> flo
         for old, new in zip(stored, cast, strict=True)
     ]
     return max(differences)
+
+
+def _code_difference(stored: torch.Tensor, fresh: torch.Tensor, scale: LayerScale) -> float:
+    """Return 0.0 for equal codes, else by how much a value differs beyond one step, and at least the least number."""
+    codes, _ = quantise(fresh.cpu(), scale)
+    differ = (codes != stored).any(-1)
+    if not bool(differ.any()):
+        return 0.0
+    both = [states[differ] for states in (codes, stored)]
+    values = [torch.empty(len(states), fresh.shape[1], dtype=torch.float64) for states in both]
+    for states, decoded in zip(both, values, strict=True):
+        dequantise(states, scale.high_channels, decoded)
+    exponents = torch.maximum(*(split_codes(states, fresh.shape[1])[2] for states in both))
+    beyond = (values[0] - values[1]).abs() - torch.exp2(exponents.double())[:, None]
+    return max(math.ulp(0.0), float(beyond.nan_to_num(nan=math.inf).max()))

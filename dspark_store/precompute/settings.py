@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_store.format.codecs import CODEC_PRESETS
 from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.format.int8 import AIMS
 from dspark_store.settings import check_settings, fill_settings, flag, setting, settings_of, whole_number
 from dspark_store.sources.options import ChatOptions
 from dspark_store.sources.registry import SpecValue, parse_source
@@ -66,7 +67,12 @@ class PrecomputeConfig(ChatOptions):
     shard_size: int = setting(
         "store", "R, the samples of a shard, which is the unit of commit and resume", 256, least=1
     )
-    dtype: str = setting("store", "dtype of the stored states", "bf16", choices=tuple(CACHE_DTYPES))
+    dtype: str = setting(
+        "store",
+        "dtype of the stored states; int8 and int8-small are lossy, a half and two fifths of bf16's bytes",
+        "bf16",
+        choices=(*CACHE_DTYPES, *AIMS),
+    )
     mantissa_bits: int | None = setting(
         "store",
         "lossy: round bf16 states to so many of their 7 mantissa bits, 1 to 6",

@@ -91,7 +91,7 @@ def _check_object(
         nonfinite.update(label.nonfinite)
     else:
         try:
-            _check_chunks(view.schema, stored, lengths, messages, nonfinite)
+            _check_chunks(view.schema.stored, stored, lengths, messages, nonfinite)
         except (OSError, DamagedStoreError) as error:
             messages |= {row: describe_error(error, stored.key) for row in range(count) if row not in messages}
     stray = {row for row in messages if row >= count}
@@ -163,20 +163,22 @@ def _check_foreign(
         return
     from dspark_store.readers.foreign import ForeignColumn  # zarr-python takes a second to import
 
-    source = ForeignColumn(view.storage, item.column, view.schema)
+    schema = view.schema.stored
+
+    source = ForeignColumn(view.storage, item.column, schema)
     messages: dict[int, str] = {}
     for row, sample in enumerate(findings.samples):
         length = tokens.lengths[row]
         if length is None:
             seen.unknown.add(row)
             continue
-        out = np.empty((min(max(0, length), view.schema.seq_length), view.schema.hidden_size), view.schema.dtype.stored)
+        out = np.empty((min(max(0, length), schema.seq_length), schema.hidden_size), schema.dtype.stored)
         try:
             source.fetch(sample, item.slot, 0, len(out), out)
         except (OSError, DamagedStoreError) as error:
             messages[row] = f"layer slot {item.slot}: {error}"
             continue
-        if not all_finite(out.view(view.schema.dtype.bits), view.schema.dtype):
+        if not all_finite(out.view(schema.dtype.bits), schema.dtype):
             seen.nonfinite.add(row)
     findings.add_rows(Part.STATES, item.column, messages)
     seen.unknown |= messages.keys()

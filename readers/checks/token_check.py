@@ -117,7 +117,7 @@ def _read_foreign(view: StoreView, column: str, findings: Findings) -> dict[int,
         return {}
     from dspark_store.readers.foreign import ForeignColumn  # zarr-python takes a second to import
 
-    source = ForeignColumn(view.storage, column, view.schema)
+    source = ForeignColumn(view.storage, column, view.schema.stored)
     values: dict[int, np.ndarray] = {}
     messages: dict[int, str] = {}
     for row, sample in enumerate(findings.samples):

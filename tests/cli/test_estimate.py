@@ -103,7 +103,7 @@ def test_a_precompute_prints_the_same_estimate(place, capsys, tmp_path):
 def test_every_codec_and_dtype_is_told_and_each_is_what_it_would_be_alone(place, capsys):
     found = estimate(place, capsys, "--measure", "10")
     totals = {(one["codec"], one["dtype"]): one["store_bytes"]["expected"] for one in found["variants"]}
-    assert len(totals) == 12
+    assert len(totals) == 20
     assert totals["none", "fp32"] == pytest.approx(counted_bytes(place / "none-fp32"), rel=0.05)
     assert totals["default", "bf16"] == found["store_bytes"]["expected"]
 

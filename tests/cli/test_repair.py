@@ -65,10 +65,10 @@ def test_a_store_of_another_format_version_is_refused_in_the_readers_words(tmp_p
     store = build_store(tmp_path / "store").path
     for name in ("zarr.json", "ledger/states/root.json"):
         root = json.loads((store / name).read_text())
-        root["attributes"][ATTRIBUTE]["format_version"] = 2
+        root["attributes"][ATTRIBUTE]["format_version"] = 3
         (store / name).write_text(json.dumps(root))
     assert main(["repair", str(store)]) == 2
-    assert "format_version 2" in capsys.readouterr().err
+    assert "format_version 3" in capsys.readouterr().err
 
 
 def lock_of(store, age, **process):

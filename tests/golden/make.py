@@ -1,6 +1,6 @@
-"""Makes the golden stores of format version 1: ``python -m tests.golden.make DIRECTORY``.
+"""Makes the golden stores of format versions 1 and 2: ``python -m tests.golden.make DIRECTORY``.
 
-The committed ones were made once and are never made again: what they hold is what version 1 means.
+The committed ones were made once and are never made again: what they hold is what a version means.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_store.format.int8 import AIMS
 from tests.stores import BuiltStore, Shape, bits, build_store
 
 LENGTHS = (12, 1, 9)
@@ -44,9 +45,15 @@ class Golden:
     codec: str
     tied: bool
 
+    @property
+    def place(self) -> Path:
+        """The folder of its format version."""
+        return Path(__file__).with_name("v2" if self.dtype in AIMS else "v1")
+
     def make(self, directory: Path) -> BuiltStore:
         """Write the store, and beside it what it holds."""
-        fields = {**FIELDS, "manifest": {**FIELDS["manifest"], "dtype": self.dtype}}
+        stored = {"dtype": "bf16", "state_dtype": self.dtype} if self.dtype in AIMS else {"dtype": self.dtype}
+        fields = {**FIELDS, "manifest": {**FIELDS["manifest"], **stored}}
         store = build_store(
             directory / self.name,
             dtype=self.dtype,
@@ -67,6 +74,7 @@ class Golden:
 GOLDEN = (
     Golden("bf16-default", "bf16", "default", tied=False),
     Golden("fp32-none", "fp32", "none", tied=True),
+    Golden("int8-default", "int8", "default", tied=True),
 )
 
 

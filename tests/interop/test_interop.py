@@ -135,6 +135,17 @@ def test_the_dense_codec_is_read_by_zarr_python_and_zarrs(implementation: str, s
         assert_equal(seen, stock_view(path), (implementation, path.name))
 
 
+def test_stock_implementations_give_the_true_values_of_codes_and_minus_infinity_past_an_end(tmp_path: Path) -> None:
+    shape = Shape(hidden_size=12)
+    store = build_store(tmp_path / "codes", dtype="int8", shape=shape, weights=False)
+    (_, seen), *_ = dump("values", (store.path,), tmp_path / "out")
+    states = open_cache(store.path).read(range(len(RAGGED)), layout="stacked")[LAYERS].transpose(1, 2).float().numpy()
+    for row, length in enumerate(RAGGED):
+        states[row, length:] = -np.inf
+    assert set(seen) == {"zarr", "xarray", "tensorstore"}
+    assert_equal(seen, dict.fromkeys(seen, states), "codes")
+
+
 def test_positions_past_a_samples_end_are_nan_to_stock_readers(stores: Stores) -> None:
     arrays = stock_view(next(path for path in stores.stock if path.name == "fp32-default"))
     ends = [np.isnan(row).all(axis=-1) for row in arrays[LAST]]

@@ -42,7 +42,7 @@ def test_a_cache_knows_what_it_holds(cache: Cache) -> None:
     assert repr(cache).endswith("samples=7, layers=[2, -1, 5])")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8"])
 @pytest.mark.parametrize("codec", ["none", "fast", "default", "dense"])
 def test_every_sample_comes_back_bit_by_bit(dtype: str, codec: str, tmp_path: Path) -> None:
     built = build_store(tmp_path, dtype=dtype, codec=codec, lengths=(20, 1, 9, 16), weights=False)

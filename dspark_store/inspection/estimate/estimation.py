@@ -166,7 +166,7 @@ def estimate_store(
     Without a measurement, ratios come from the table of `precompute.estimate`.
     """
     variant, tokens, nothing = Variant.of(schema), corpus.tokens, Bytes.exact(0)
-    vector = schema.hidden_size * schema.dtype.itemsize
+    vector, coded = (kind.hidden_size * kind.dtype.itemsize for kind in (schema, schema.stored))
     chunks = int(np.sum(-(-corpus.lengths // schema.chunk_tokens)))
     shared = record.last_layer if record.last_layer in schema.layer_ids else None
     objects = distinct_objects(schema, record.last_layer)
@@ -181,7 +181,8 @@ def estimate_store(
     for number, (name, layer, nbytes, count, positions) in enumerate(kinds):
         before = tokens * nbytes
         if schema.codec == "none":
-            stored = Bytes.exact(count * (positions * nbytes + CRC_BYTES))
+            width = coded if name in (LAYERS, LAST) else nbytes
+            stored = Bytes.exact(count * (positions * width + CRC_BYTES))
         elif measurement is not None:
             stored = projected(measurement.sizes[variant][:, number], measurement.tokens, corpus)
         else:
@@ -201,7 +202,8 @@ def _tables(record: StoreRecord, variant: Variant, measurement: Measurement | No
     if measurement is not None:
         stored = measurement.tables[variant]
         return PartEstimate(TABLES, None, before if stored else 0, Bytes.exact(stored))
-    return PartEstimate(TABLES, None, before, Bytes.compressed(before, COMPRESSION.get(variant[:2], (1.0, 1.0))))
+    ratios = COMPRESSION.get((variant.codec, record.schema.dtype.name), (1.0, 1.0))
+    return PartEstimate(TABLES, None, before, Bytes.compressed(before, ratios))
 
 
 def projected(sizes: np.ndarray, tokens: np.ndarray, corpus: Corpus) -> Bytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dspark_store.format.dtypes import CACHE_DTYPES
+from dspark_store.format.int8 import AIMS
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
@@ -81,7 +82,7 @@ class StoreChoice:
             )
         if self.codec is None and self.chunk_tokens is None and self.mantissa_bits is None:
             return schema
-        variant = Variant(self.codec or schema.codec, schema.dtype.name, self.mantissa_bits or schema.mantissa_bits)
+        variant = Variant(self.codec or schema.codec, schema.state_dtype, self.mantissa_bits or schema.mantissa_bits)
         return variant.schema(schema, self.chunk_tokens or 0)
 
 
@@ -97,7 +98,7 @@ def forecast_job(config: PrecomputeConfig, measure: int, recorded: StoreRecord |
     record, schema = job.new_record, job.new_record.schema
     corpus, counts = _samples_of(job, measure, recorded)
     measurement, basis = None, TABLE
-    schemas = _schemas(schema, config.chunk_tokens, list(CACHE_DTYPES))
+    schemas = _schemas(schema, config.chunk_tokens, [*CACHE_DTYPES, *AIMS])
     duration = _by_rate(corpus, config.tokens_per_second or (None if measure else recorded_rate(recorded)))
     if measure:
         measurement = Measurement(corpus.rows, schemas, record.last_layer)
@@ -147,7 +148,8 @@ def forecast_store(cache: Cache, choice: StoreChoice, measure: int) -> Forecast:
         raise ValueError(f"store at {cache.storage} cannot be estimated: its manifest does not have {missing[0]}")
     corpus, schema = count_store(cache, measure), choice.schema(cache)
     record = replace(cache.record, schema=schema)
-    dtypes = list(CACHE_DTYPES) if schema.dtype.name == "fp32" else [schema.dtype.name]
+    lossless = list(CACHE_DTYPES) if schema.dtype.name == "fp32" else [schema.dtype.name]
+    dtypes = [*lossless, *AIMS] if schema.int8 is None else [schema.int8]
     if cache.schema.mantissa_bits is not None:
         dtypes = []
     measurement, basis = None, TABLE

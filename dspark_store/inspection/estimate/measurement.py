@@ -16,6 +16,7 @@ import torch
 from dspark_store.format.codecs import CODEC_PRESETS, state_chain
 from dspark_store.format.dtypes import bits_tensor, cache_dtype, round_mantissa
 from dspark_store.format.grid import default_chunk_tokens
+from dspark_store.format.int8 import AIMS, calibrate, quantise
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK, StoreSchema
 from dspark_store.format.sizes import distinct_objects
 from dspark_store.format.token_shards import TOKEN_VALUES, TokenRows
@@ -35,7 +36,7 @@ type RowStates = tuple[int, list[torch.Tensor]]
 
 
 class Variant(NamedTuple):
-    """A way of keeping states: a codec preset, a cache dtype by name, and the mantissa bits that bf16 is rounded to."""
+    """A way of keeping states: a codec preset, what they are stored as, and the mantissa bits that bf16 keeps."""
 
     codec: str
     dtype: str
@@ -44,7 +45,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, schema: StoreSchema) -> Self:
         """Return the way in which a store keeps its states."""
-        return cls(schema.codec, schema.dtype.name, schema.mantissa_bits)
+        return cls(schema.codec, schema.state_dtype, schema.mantissa_bits)
 
     @property
     def values(self) -> str:
@@ -56,19 +57,14 @@ class Variant(NamedTuple):
 
         ``chunk_tokens`` is what the user has asked for, 0 for what goes best with both.
         """
-        dtype = cache_dtype(self.dtype)
         if self[:2] == Variant.of(schema)[:2] and not chunk_tokens:
             return schema if self == Variant.of(schema) else replace(schema, mantissa_bits=self.mantissa_bits)
+        found = replace(schema, mantissa_bits=self.mantissa_bits if self.dtype == "bf16" else None)
+        found = found if self.dtype == schema.state_dtype else found.stored_as(self.dtype)
         best = default_chunk_tokens(
-            schema.hidden_size, dtype.itemsize, schema.seq_length, compressed=self.codec != "none"
+            schema.hidden_size, found.dtype.itemsize, schema.seq_length, compressed=self.codec != "none"
         )
-        return replace(
-            schema,
-            dtype=dtype,
-            codec=self.codec,
-            chunk_tokens=min(chunk_tokens or best, schema.seq_length),
-            mantissa_bits=self.mantissa_bits,
-        )
+        return replace(found, codec=self.codec, chunk_tokens=min(chunk_tokens or best, schema.seq_length))
 
 
 def variants(dtypes: Sequence[str], mantissa_bits: int | None = None) -> Iterator[Variant]:
@@ -78,14 +74,20 @@ def variants(dtypes: Sequence[str], mantissa_bits: int | None = None) -> Iterato
     for codec in CODEC_PRESETS:
         for dtype, kept in (*ways, *rounded):
             try:
-                state_chain(codec, cache_dtype(dtype).itemsize)
+                state_chain(codec, 1 if dtype in AIMS else cache_dtype(dtype).itemsize)
             except ImportError:
                 break
             yield Variant(codec, dtype, kept)
 
 
 def state_row_bytes(schema: StoreSchema, states: torch.Tensor) -> int:
-    """Return the bytes of all chunks of one row, (length, H) of any dtype, in one state object."""
+    """Return the bytes of all chunks of one row, (length, H) of any dtype, in one state object.
+
+    What is stored as codes is calibrated on the row itself.
+    """
+    if schema.int8 is not None:
+        states = quantise(states, calibrate([states], schema.hidden_size, AIMS[schema.int8]))[0]
+        schema = schema.stored
     chain, step, dtype = schema.chain(LAST), schema.chunk_tokens, schema.dtype
     bits = np.empty((step, schema.hidden_size), dtype.bits)
     total = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dspark_store.format.arrays import array_checksum
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.jsonvalue import JsonValue, parse_json
-from dspark_store.format.manifest import ATTRIBUTE, FORMAT_VERSION, StoreRecord, parse_record, seal_digest
+from dspark_store.format.manifest import ATTRIBUTE, StoreRecord, parse_record, seal_digest, unknown_format
 from dspark_store.format.metadata import (
     COPY_KEY,
     ROOT_KEY,
@@ -84,9 +84,9 @@ def find_root(storage: Storage) -> SealedRoot:
 
 
 def _refuse_another_version(storage: Storage) -> None:
-    """Refuse a store of another format version, of which root and copy agree, in the words of the readers."""
+    """Refuse a store of a format that is not known here, as root and copy agree, in the words of the readers."""
     found = [attributes for key in (ROOT_KEY, COPY_KEY) if (attributes := _attributes(storage, key)) is not None]
-    if found and FORMAT_VERSION not in [attributes.get("format_version") for attributes in found]:
+    if found and all(unknown_format(attributes) is not None for attributes in found):
         parse_record(found[0], str(storage))
 
 

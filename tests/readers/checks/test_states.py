@@ -56,7 +56,7 @@ def test_states_past_the_end_of_a_sample_are_a_problem(tmp_path, extra):
 
 def test_states_of_other_tokens_are_a_problem(tmp_path, monkeypatch):
     """The store is complete, so whoever completed it did not look."""
-    monkeypatch.setattr("dspark_store.writers.publish._check_shard", lambda *_: set())
+    monkeypatch.setattr("dspark_store.writers.publish._check_shard", lambda *_: (0, []))
     monkeypatch.setattr(
         StateShardWriter,
         "_label",
