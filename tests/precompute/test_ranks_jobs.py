@@ -35,7 +35,7 @@ def test_a_second_job_is_refused_and_told_to_take_over_it_does(jobs, tmp_path):
     third = jobs.run(store, "--resume", "--take-over", world=2)
     outcome = first.wait()
     assert outcome.exit_codes == [3, 3]
-    assert "Error" not in outcome.log
+    assert "Traceback" not in outcome.log
     assert ["taken over by another job" in log for log in outcome.logs] == [True, True], outcome.log
     assert outcome.seconds_after(third.ends.started) < third.seconds
     jobs.assert_equals_whole(store)
