@@ -57,8 +57,9 @@ def test_the_defaults_are_upstreams_and_one_replica_per_rank():
 
 def test_every_setting_is_a_flag_and_a_key_of_a_file(tmp_path):
     text = """
-        seq_length: 4096, batch_size: 2, shard_size: 64, dtype: fp16, device: cpu, num_workers: 3, split: "train[:10]",
-        shuffle_seed: 7, draft_num_hidden_layers: 2, target_layer_ids: [-1, 3, 9], chat_template: "{{ messages }}",
+        seq_length: 4096, batch_size: 2, shard_size: 64, dtype: bf16, mantissa_bits: 3, device: cpu, num_workers: 3,
+        split: "train[:10]", shuffle_seed: 7, draft_num_hidden_layers: 2, target_layer_ids: [-1, 3, 9],
+        chat_template: "{{ messages }}",
         mask_reasoning_content: true, target_force_hf: true, trust_remote_code: true, resume: true, log_level: DEBUG,
         target_attn_implementation: eager, tokens_per_second: 1000.0, tp_size: 2, ep_size: 3, pp_size: 4, fsdp_size: 5,
         target_num_hidden_layers: 6, take_over: true, profile: true, mix_equality_classes: true, timeout_minutes: 0.5,
