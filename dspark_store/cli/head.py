@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from dspark_store.cli.options import DAMAGED
-from dspark_store.cli.terminal import Colours, Decode, columns, decoder, entry, masked_text
+from dspark_store.cli.terminal import MARKS_NOTE, Colours, Decode, columns, decoder, entry, masked_text
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.text import show
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dspark_store.readers.cache import Cache
 
 FIRST_SAMPLES, TOKENS_SHOWN = 3, 256
-_MARKS = ("⟦", "⟧")
 _TITLES = f"{'layer':>6}{'mean norm':>12}{'least':>11}{'most':>11}{'min value':>12}{'max value':>11}{'not finite':>12}"
 
 
@@ -90,7 +89,7 @@ class Page:
         if not number:
             yield "no samples" if self._cache.record.complete else "no samples so far"
         elif not self._colours.shown:
-            yield f"supervised tokens stand in {_MARKS[0]}{_MARKS[1]}"
+            yield MARKS_NOTE
             yield ""
 
     def sample(self, sample: int, *, states: bool) -> list[str]:
@@ -115,7 +114,7 @@ class Page:
         count, supervised = len(tokens.input_ids), int(tokens.loss_mask.sum())
         yield self._colours.paint(f"sample {sample}{part}: {count:,} tokens, {supervised:,} supervised{marked}", "bold")
         shown = min(count, self._most_tokens or count)
-        text = masked_text(tokens.input_ids[:shown], tokens.loss_mask[:shown], self._decode, self._colours, _MARKS)
+        text = masked_text(tokens.input_ids[:shown], tokens.loss_mask[:shown], self._decode, self._colours)
         yield text if shown == count else f"{text} ... and {count - shown:,} tokens more"
 
     def _states(self, sample: int) -> Iterator[str]:

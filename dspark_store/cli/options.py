@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dspark_store.settings import OWN_METADATA, flag, kind_of
+from dspark_store import __version__
+from dspark_store.settings import OWN_METADATA, flag, kind_of, nearest
 
 if TYPE_CHECKING:
     from dspark_store.inspection.shardwise import Workers
@@ -30,12 +32,37 @@ exit codes:
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises ValueError where argparse prints the usage and exits; so do its subparsers.
 
-    It takes no abbreviations: a word that is nearly a flag is a mistake. Its help ends with the exit codes.
+    It takes no abbreviations: a word that is nearly a flag is a mistake, and the nearest flag or choice is named. Lists
+    of whole numbers are given with spaces or commas between them. Its help ends with the exit codes.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's
         options = {"epilog": EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter, **options}
         super().__init__(**options, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1,15 is a list and no flag
+        self.add_argument("--version", action="version", version=f"dspark-store {__version__}")
+
+    def parse_known_args(  # type: ignore[override] # of one kind of namespace
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse the first flag that this parser does not have."""
+        given, others = super().parse_known_args(args, namespace)
+        unknown = next((word.partition("=")[0] for word in others if word.startswith("-")), "")
+        if unknown:
+            self.error(f"unknown flag {unknown}; the nearest is {nearest(unknown, self._option_string_actions)}")
+        return given, others
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:  # noqa: ANN401 - argparse's
+        if action.type is int and action.nargs in ("+", "*"):
+            arg_strings = [part for word in arg_strings for part in word.split(",") if part] or arg_strings
+        return super()._get_values(action, arg_strings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 - argparse's
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += f"; the nearest is {nearest(str(value), map(str, action.choices or ()))!r}"
+            raise
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with ``message``."""

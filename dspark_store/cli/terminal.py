@@ -24,6 +24,8 @@ type Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
 
 _CODES: dict[Colour, str] = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
+MARKS = ("⟦", "⟧")
+MARKS_NOTE = f"supervised tokens stand in {MARKS[0]}{MARKS[1]}"
 _WIDEST = 100
 _NOTE_SECONDS = 0.2
 
@@ -56,14 +58,9 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def masked_text(
-    ids: np.ndarray, mask: np.ndarray, decode: Decode, colours: Colours, marks: tuple[str, str] = ("", "")
-) -> str:
-    """Return the text of some tokens, (length,), what is supervised of it in green.
-
-    ``marks`` stand around supervised text where there are no colours.
-    """
-    before, after = ("", "") if colours.shown else marks
+def masked_text(ids: np.ndarray, mask: np.ndarray, decode: Decode, colours: Colours) -> str:
+    """Return the text of some tokens, (length,), what is supervised of it in green, or in `MARKS` without colours."""
+    before, after = ("", "") if colours.shown else MARKS
     parts = []
     for start, stop in pairwise([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]):
         text = visible(decode(ids[start:stop].tolist()))

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dspark_store.cli.terminal import Colours, decoder, masked_text
+from dspark_store.cli.terminal import MARKS_NOTE, Colours, decoder, masked_text
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import read_metadata
@@ -41,7 +41,7 @@ def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> int:
 
     Args:
         given: the arguments.
-        out: where to print; standard output by default. Supervised text is coloured if it is a terminal.
+        out: where to print; standard output by default. Supervised text is coloured if it is a terminal, else marked.
 
     Raises:
         ValueError: something a user can mend, such as a row that cannot be used or, after the report, too many.
@@ -59,6 +59,8 @@ def show_tokens(given: argparse.Namespace, out: TextIO | None = None) -> int:
         options = options_of(given)
         _refuse(source, 0.0 if options.on_bad_row == "error" else options.max_refused)
         return 0
+    if not Colours(out).shown:
+        say(MARKS_NOTE, "", out=out)
     for record in given.rows if given.rows is not None else range(min(FIRST_SAMPLES, len(source))):
         if not 0 <= record < len(source):
             raise SourceError(f"row {record} is not there; there are {len(source):,} rows, counted from 0")
@@ -197,7 +199,7 @@ def _print_pair(pair: TokenPair, source: Source, tokenizer: PreTrainedTokenizerB
             continue
         window = slice(max(0, pair.first - _TOKENS_BEFORE), pair.first + _TOKENS_AFTER)
         ids, mask = sample.input_ids[window], sample.loss_mask[window]
-        text = masked_text(ids, mask, decoder(tokenizer), Colours(out), marks=("[[", "]]"))
+        text = masked_text(ids, mask, decoder(tokenizer), Colours(out))
         before, after = "…" if window.start else "", "…" if window.stop < len(sample.input_ids) else ""
         show(f"{name}  {before}{text}{after}", out=out)
         if not pair.same_ids:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dspark_store import __version__
 from dspark_store.cli.main import COMMANDS, main
-from dspark_store.cli.options import EXIT_CODES
+from dspark_store.cli.options import EXIT_CODES, OneLineParser, add_settings
+from dspark_store.precompute.settings import settings
 from tests.processes import run_python
 from tests.stores import build_store
 
@@ -36,9 +38,38 @@ def test_what_is_nearly_a_flag_is_a_mistake(tmp_path, capsys):
         assert line.startswith("error: ")
 
 
-def test_an_unknown_command_is_one_line_and_exit_code_2(capsys):
-    assert main(["verfy", "store"]) == 2
-    assert "invalid choice: 'verfy'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "wrong", "mend"),
+    [
+        (["verfy", "store"], "invalid choice: 'verfy'", "the nearest is 'verify' "),
+        (["info", "store", "--jsno"], "unknown flag --jsno; ", "the nearest is --json "),
+        (["precompute", "--tp-sise=2", "--codec", "none"], "unknown flag --tp-sise; ", "the nearest is --tp-size "),
+        (["precompute", "--codec", "dens"], "--codec: invalid choice: 'dens'", "the nearest is 'dense' "),
+    ],
+)
+def test_an_unknown_command_flag_or_choice_is_one_line_with_the_nearest(words, wrong, mend, capsys):
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert wrong in line
+    assert mend in line
+
+
+def test_every_program_tells_its_version(capsys):
+    for words in ([], *([name] for name in COMMANDS)):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--version"])
+        assert end.value.code == 0
+        assert capsys.readouterr().out == f"dspark-store {__version__}\n"
+
+
+def test_a_list_of_numbers_takes_spaces_and_commas():
+    known = settings()
+    for words in (["-1,15,22"], ["-1,", "15,22"], ["-1", "15", "22"]):
+        parser = OneLineParser()
+        add_settings(parser, known)
+        given = parser.parse_args(["--target-layer-ids", *words, "--resume"])
+        assert given.target_layer_ids == [-1, 15, 22]
+        assert given.resume
 
 
 @pytest.mark.parametrize("name", COMMANDS)

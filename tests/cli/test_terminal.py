@@ -31,10 +31,9 @@ def test_colours_are_for_terminals_unless_no_color_is_set(out, variable, shown, 
 def test_supervised_text_is_green_or_marked(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     ids, mask = np.array([97, 98, 99, 100]), np.array([0, 1, 1, 0])
-    assert masked_text(ids, mask, text_of, Colours(Terminal()), ("<", ">")) == "a\x1b[32mbc\x1b[0md"
-    assert masked_text(ids, mask, text_of, Colours(io.StringIO()), ("<", ">")) == "a<bc>d"
-    assert masked_text(ids, mask, text_of, Colours(io.StringIO())) == "abcd"
-    assert masked_text(ids[:0], mask[:0], text_of, Colours(io.StringIO()), ("<", ">")) == ""
+    assert masked_text(ids, mask, text_of, Colours(Terminal())) == "a\x1b[32mbc\x1b[0md"
+    assert masked_text(ids, mask, text_of, Colours(io.StringIO())) == "a⟦bc⟧d"
+    assert masked_text(ids[:0], mask[:0], text_of, Colours(io.StringIO())) == ""
 
 
 def test_what_a_terminal_would_obey_is_shown_instead():

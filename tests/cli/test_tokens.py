@@ -37,7 +37,8 @@ def test_the_first_samples_are_shown_decoded_with_their_counts(folder, capsys):
     assert run(folder) == 0
     shown = capsys.readouterr().out
     assert f"row 0 ({folder / 'chats.jsonl'}, line 1): 19 tokens, 6 supervised\n" in shown
-    assert "<|user|>hi there<|end|><|assistant|>yo ok<|end|><|user|>xx<|end|>\n" in shown
+    assert "<|user|>hi there<|end|><|assistant|>⟦yo ok<|end|>⟧<|user|>xx<|end|>\n" in shown
+    assert shown.startswith("supervised tokens stand in ⟦⟧\n\nrow 0 ")
     assert "row 2 " in shown
     assert "row 3 " not in shown
     assert "\x1b" not in shown

@@ -35,7 +35,7 @@ USER = {"role": "user", "content": "what"}
         (("--batch-tokens", 64), "batch-tokens 64 and batch-size 2 both bound a batch: give one of the two"),
         (("--codec", "zip"), "argument --codec: invalid choice: 'zip'"),
         (("--seq-length", "long"), "argument --seq-length: invalid int value: 'long'"),
-        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        (("--no-such-flag",), "unknown flag --no-such-flag; the nearest is --"),
         (("--device", "tpu9"), "device 'tpu9' is unknown"),
         (("--target-layer-ids", 1, 4), "layer ids [1, 4] are not valid"),
         (("--chat-template", "missing.jinja"), "chat template 'missing.jinja' is neither a file"),
