@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dspark_store import open_cache, verify_store
-from dspark_store.format.int8 import AIMS, quantise
+from dspark_store.format.int8 import AIMS, calibrate, quantise
 from dspark_store.format.metadata import read_record
 from dspark_store.format.schema import LAST, LAYERS
 from dspark_store.format.storage import LocalStorage
@@ -117,14 +117,11 @@ def test_recomputed_codes_are_equal_and_other_states_differ_by_more_than_a_step(
 
 
 def test_tokens_unlike_the_sample_are_counted_and_told_once(store, tmp_path, monkeypatch, caplog):
-    def without_high_channels(rows, hidden_size, aim):
-        scale = real(rows, hidden_size, aim)
+    def with_least_steps(rows, hidden_size, aim):
+        scale = calibrate(rows, hidden_size, aim)
         return type(scale)(-160, scale.high_channels, scale.error, 0.0)  # steps that everything overflows
 
-    from dspark_store.inspection import rechunk as rechunk_module
-
-    real = rechunk_module.calibrate
-    monkeypatch.setattr(rechunk_module, "calibrate", without_high_channels)
+    monkeypatch.setattr("dspark_store.inspection.rechunk.calibrate", with_least_steps)
     rechunk(store, tmp_path / "copy", CopySettings(state_dtype="int8"))
     told = [record.message for record in caplog.records if "got a coarser one" in record.message]
     assert len(told) == len(open_cache(store).layer_ids)  # the last layer and the last states are one object
