@@ -100,7 +100,8 @@ def build_store(
     """
     schema = _schema(shape, dtype, codec, sources)
     torch_dtype = schema.dtype.torch_dtype
-    record = replace(StoreRecord(STORE_ID, schema, manifest={"pad_token_id": PAD}), **(fields or {}))
+    manifest: dict[str, Any] = {"pad_token_id": PAD, **({"state_dtype": schema.int8} if schema.int8 else {})}
+    record = replace(StoreRecord(STORE_ID, schema, manifest=manifest), **(fields or {}))
     samples = [
         make_sample(index + 50 * corpus, size, schema, shared_last, index == spoiled, target)
         for index, size in enumerate(lengths)

@@ -292,6 +292,11 @@ def _check_tokens(shard: int, samples: Mapping[str, torch.Tensor], sizes: Sequen
 def _record_for_manifest(storage: Storage, manifest: Mapping[str, JsonValue]) -> StoreRecord:
     """Return the record that a manifest gives, in agreement with the shards that are already there."""
     number = cast("Mapping[str, int]", manifest)
+    if manifest.get("state_dtype") is not None:
+        raise ValueError(
+            f"state_dtype {manifest['state_dtype']}: such states are made by a precompute, or of a finished store by "
+            "dspark-store rechunk --dtype, and not shard by shard"
+        )
     dtype = cache_dtype(str(manifest["dtype"]))
     width, seq = number["hidden_size"], number["seq_length"]
     layer_ids = tuple(cast("Sequence[int]", manifest["target_layer_ids"]))

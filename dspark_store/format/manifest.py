@@ -300,6 +300,9 @@ def unknown_format(attributes: Mapping[str, JsonValue]) -> str | None:
 def _parse(fields: JsonFields) -> StoreRecord:
     schema = parse_layout(fields.table("layout"))
     manifest = _parse_manifest(JsonFields(fields.table("manifest"), "manifest"))
+    if manifest and manifest.get("state_dtype") != schema.int8:
+        told = shown(manifest.get("state_dtype"))
+        raise DamagedStoreError(f"{fields.where}: state_dtype is {schema.int8}, that of the manifest {told}")
     if manifest and manifest.get("mantissa_bits") != schema.mantissa_bits:
         kept = shown(manifest.get("mantissa_bits"))
         raise DamagedStoreError(f"{fields.where}: mantissa_bits is {schema.mantissa_bits}, that of the manifest {kept}")

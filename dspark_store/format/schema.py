@@ -254,7 +254,11 @@ class StoreSchema:
     def values(self) -> str:
         """What the values of states are, in words."""
         if self.int8 is not None:
-            return f"{self.dtype.name} from {self.int8} (lossy)"
+            errors = [scale.error for scale in self.scales]
+            told = f", {min(errors):.1%} to {max(errors):.1%} off by layer" if errors else ""
+            widened = max((scale.widened for scale in self.scales), default=0.0)
+            told += f", {widened:.1%} of a layer's tokens widened" if widened else ""
+            return f"{self.dtype.name} from {self.int8} (lossy{told})"
         kept = self.mantissa_bits
         return self.dtype.name if kept is None else f"{self.dtype.name} rounded to {kept} of 7 mantissa bits (lossy)"
 

@@ -83,6 +83,8 @@ def check_manifest(manifest: Manifest, expected: ExpectedStore) -> None:
         )
     if manifest.get("mantissa_bits") is not None:
         _log.warning("the store is lossy: its states were rounded to %s of 7 mantissa bits", manifest["mantissa_bits"])
+    if manifest.get("state_dtype") is not None:
+        _log.warning("the store is lossy: its states are %s codes, not the target's own", manifest["state_dtype"])
     whole = manifest.get("target_num_hidden_layers_full")
     stored = manifest if whole is None else {**manifest, "num_hidden_layers": whole}
     for name in _COMPARED:

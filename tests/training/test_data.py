@@ -66,7 +66,9 @@ def test_a_store_that_is_rounded_is_told_to_be_lossy(caplog):
         check_manifest(MANIFEST, ExpectedStore())
         assert not caplog.text
         check_manifest({**MANIFEST, "mantissa_bits": 3}, ExpectedStore())
+        check_manifest({**MANIFEST, "state_dtype": "int8"}, ExpectedStore())
     assert "rounded to 3 of 7 mantissa bits" in caplog.text
+    assert "its states are int8 codes" in caplog.text
 
 
 def test_layers_may_be_a_subset_of_the_captured_ones():

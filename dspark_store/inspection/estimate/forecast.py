@@ -75,7 +75,7 @@ class StoreChoice:
         schema = cache.schema
         if self.layer_ids is not None:
             chosen_slots(schema, self.layer_ids)
-            schema = replace(schema, layer_ids=tuple(self.layer_ids), num_layers=len(self.layer_ids))
+            schema = replace(schema, layer_ids=tuple(self.layer_ids), num_layers=len(self.layer_ids), scales=())
         if schema.mantissa_bits is not None and self.mantissa_bits not in (None, schema.mantissa_bits):
             raise ValueError(
                 f"the states of {cache.storage} are rounded to {schema.mantissa_bits} mantissa bits already"
