@@ -24,9 +24,9 @@ FLIP_LENGTHS = (7, 16, 1, 12, 9, 3)
 SEED = 6
 
 
-@pytest.fixture(scope="module")
-def flip_store(tmp_path_factory):
-    return write_small_store(tmp_path_factory.mktemp("flips") / "store", lengths=FLIP_LENGTHS)
+@pytest.fixture(scope="module", params=[None, "int8"], ids=["bf16", "int8"])
+def flip_store(request, tmp_path_factory):
+    return write_small_store(tmp_path_factory.mktemp("flips") / "store", lengths=FLIP_LENGTHS, int8=request.param)
 
 
 @pytest.fixture(scope="module")

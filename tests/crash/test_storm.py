@@ -11,12 +11,13 @@ from tests.crash.storm import KILLED, Storm, committed_states
 
 pytestmark = pytest.mark.timeout(3600)
 SEED, SHARDS_UNDER_WAY = 20, 2
-TIED = pytest.mark.parametrize("storm", [False, True], indirect=True, ids=["untied", "tied"])
+TIED = pytest.mark.parametrize("storm", [{}, {"tied": True}], indirect=True, ids=["untied", "tied"])
+STORED = pytest.mark.parametrize("storm", [{}, {"flags": ("--dtype", "int8")}], indirect=True, ids=["bf16", "int8"])
 
 
 @pytest.fixture(scope="module")
 def storm(request, tmp_path_factory):
-    with Storm(tmp_path_factory.mktemp("storm"), tied=getattr(request, "param", False)) as job:
+    with Storm(tmp_path_factory.mktemp("storm"), **getattr(request, "param", {})) as job:
         yield job
 
 
@@ -69,10 +70,12 @@ def test_a_second_run_on_a_finished_store_changes_nothing(storm):
     assert {path: path.stat().st_mtime_ns for path in storm.whole.rglob("*")} == before
 
 
+@STORED
 def test_a_kill_at_some_publish_steps_loses_and_leaves_nothing(storm, store):
     kill_at_each(storm, store, spread(6, storm.reference.calls))
 
 
+@STORED
 def test_kills_at_random_instants_lose_and_leave_nothing(storm, store):
     kill_at_random_instants(storm, store, 6)
 
@@ -87,6 +90,7 @@ def test_a_store_that_is_killed_again_and_again_still_ends_up_whole(storm, store
 
 
 @pytest.mark.storm
+@STORED
 def test_a_kill_at_every_publish_step_loses_and_leaves_nothing(storm, store):
     kill_at_each(storm, store, range(1, storm.reference.calls + 1))
 

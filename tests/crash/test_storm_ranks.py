@@ -17,9 +17,12 @@ _PACE_SECONDS = 0.05
 _ENOUGH_SECONDS = 20
 
 
+STORED = pytest.mark.parametrize("storm", [(), ("--dtype", "int8")], indirect=True, ids=["bf16", "int8"])
+
+
 @pytest.fixture(scope="module")
-def storm(tmp_path_factory):
-    with Storm(tmp_path_factory.mktemp("storm"), samples=34) as job:
+def storm(request, tmp_path_factory):
+    with Storm(tmp_path_factory.mktemp("storm"), samples=34, flags=getattr(request, "param", ())) as job:
         yield job
 
 
@@ -52,6 +55,7 @@ def run_and_kill(storm, store, rng, tally):
     assert max(Counter(outcome.shards).values(), default=1) == 1
     assert len(set(outcome.shards) - committed_states(store)) <= SHARDS_A_WORKER * world
     tally.forwards += outcome.forwards
+    tally.allowed += world * storm.calibration
     if killed:
         tally.kills += 1
         tally.allowed += world * SHARDS_A_WORKER * BATCHES_A_SHARD
@@ -62,7 +66,7 @@ def storm_of_kills(storm, store, kills, record_property):
     """Kill runs until as many were hit; every third is followed by one that finishes the store."""
     rng, done, forwards, slowest = random.Random(SEED), 0, 0, 0.0
     while done < kills:
-        tally = Tally(storm.reference.forwards)
+        tally = Tally(storm.reference.forwards + 4 * storm.calibration)
         for _ in range(min(3, kills - done)):
             run_and_kill(storm, store, rng, tally)
         tally.forwards += storm.resume(store, world=rng.randint(1, 4)).forwards
@@ -73,16 +77,19 @@ def storm_of_kills(storm, store, kills, record_property):
     record_property("kills", f"{done}, {forwards} forwards; the last rank ended at most {slowest:.1f} s after a kill")
 
 
+@STORED
 def test_workers_killed_at_random_instants_lose_at_most_two_shards_each(storm, tmp_path, record_property):
     storm_of_kills(storm, tmp_path / "store", 4, record_property)
 
 
 @pytest.mark.storm
+@STORED
 def test_sixty_kills_of_workers_lose_at_most_two_shards_each(storm, tmp_path, record_property):
     storm_of_kills(storm, tmp_path / "store", 60, record_property)
 
 
 @pytest.mark.storm
+@STORED
 def test_kills_of_ranks_that_share_a_target_end_all_of_them_and_lose_no_commit(storm, tmp_path):
     rng, store = random.Random(SEED), tmp_path / "store"
     for _ in range(16):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.int8 import LayerScale
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
@@ -31,8 +32,10 @@ ORIGINS = ((0, 1, 2, 1), (0, 2))
 type States = tuple[list[torch.Tensor], torch.Tensor]
 
 
-def small_record(store_id: str = "5ma11", *, shard_size: int = SHARD_SIZE, codec: str = "default") -> StoreRecord:
-    """Return the record of a store that has not begun."""
+def small_record(
+    store_id: str = "5ma11", *, shard_size: int = SHARD_SIZE, codec: str = "default", int8: str | None = None
+) -> StoreRecord:
+    """Return the record of a store that has not begun, of codes with the same scale in every layer where asked."""
     schema = StoreSchema(
         num_samples=0,
         shard_size=shard_size,
@@ -43,8 +46,11 @@ def small_record(store_id: str = "5ma11", *, shard_size: int = SHARD_SIZE, codec
         dtype=cache_dtype("bf16"),
         codec=codec,
         chunk_tokens=CHUNK_TOKENS,
+        int8=int8,
+        scales=(LayerScale(-16, tuple(range(HIDDEN_SIZE)), 0.02, 0.0),) * (len(LAYER_IDS) + 1) if int8 else (),
     )
     manifest: dict[str, JsonValue] = {"target_model": "small", "num_hidden_layers": 4, "pad_token_id": 3}
+    manifest |= {"state_dtype": int8} if int8 else {}
     return StoreRecord(store_id, schema, manifest=manifest, target_config={"vocab_size": 40, "rms_norm_eps": 1e-06})
 
 
@@ -96,11 +102,17 @@ def write_states(
 
 
 def write_small_store(
-    root: Path, seed: int = 0, *, store_id: str = "5ma11", lengths: Sequence[int] = LENGTHS, vocab: int = 40
+    root: Path,
+    seed: int = 0,
+    *,
+    store_id: str = "5ma11",
+    lengths: Sequence[int] = LENGTHS,
+    vocab: int = 40,
+    int8: str | None = None,
 ) -> Path:
     """Write a complete store whose values follow from ``seed``; return its folder."""
     storage = LocalStorage(root)
-    record = write_tokens(storage, small_record(store_id), lengths, seed)
+    record = write_tokens(storage, small_record(store_id, int8=int8), lengths, seed)
     generator = torch.Generator().manual_seed(seed)
     tables = [torch.randn(vocab, HIDDEN_SIZE, generator=generator) for _ in range(2)]
     record = write_weights(storage, record, *tables, tied=False)
