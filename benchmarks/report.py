@@ -33,6 +33,7 @@ TITLES = {
     "loader_scale": "Scale",
     "tokenise": "Tokenising",
     "ratios": "How far states compress",
+    "drafts": "What fewer bytes cost a draft",
 }
 LOST = "Where we lose"
 
