@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,6 +40,10 @@ from dspark_store.target.facts import check_capturable, check_fits, target_confi
 from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
 from dspark_store.target.load import load_tokenizer
+
+_OF_TARGET = ("target_model_type", "target_vocab_size", "hidden_size", "num_hidden_layers", "tokenizer_sha256")
+_OF_TARGET += ("pad_token_id", "target_num_hidden_layers_full")
+"""Fields of a manifest that another target's weights bring with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +161,23 @@ def _source_context(
 def check_identity(recorded: StoreRecord, job: Job) -> None:
     """Raise ValueError (``does not match``) naming every field in which the store differs from this run.
 
-    The rule by which conversations become tokens must be the same only while tokens are still to be made.
+    Fields inside of others are named with dots; those that only follow from one that is named are left out. The rule
+    by which conversations become tokens must be the same only while tokens are still to be made.
     """
     stored, own = recorded.manifest.get("source"), job.manifest.get("source")
     as_stored, as_own = comparable(stored, own)
     same_source = as_stored == as_own
     fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS | ({"source"} if same_source else set()))
     if fields:
-        details = "; ".join(
-            f"{name}: store {recorded.manifest.get(name)!r}, this run {job.manifest.get(name)!r}" for name in fields
-        )
-        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+        follows = _following(job.config, fields)
+        ours, theirs = {**job.manifest, "source": as_own}, {**recorded.manifest, "source": as_stored}
+        details = [
+            detail
+            for field in fields
+            for name, detail in _differences(field, theirs.get(field), ours.get(field))
+            if (name not in follows if name == field else name.rpartition(".")[2] not in follows.union(fields))
+        ]
+        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {'; '.join(details)}")
     if recorded.phase == "tokens" and stored != own:
         raise ValueError(
             f"the tokens of the store in {job.config.output_dir} are not all there, and those that are were made by "
@@ -184,6 +194,36 @@ def check_identity(recorded: StoreRecord, job: Job) -> None:
     _check_target_config(recorded, job)
 
 
+def _differences(name: str, stored: JsonValue, own: JsonValue) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of every differing field inside of one, and what it is in the store and in this run."""
+    if isinstance(stored, list) and isinstance(own, list) and len(stored) == len(own) and name.endswith("parts"):
+        stored, own = (dict(zip(map(str, range(len(parts))), parts, strict=True)) for parts in (stored, own))
+    if not isinstance(stored, Mapping) or not isinstance(own, Mapping):
+        if stored != own:
+            yield name, f"{name}: store {stored!r}, this run {own!r}"
+        return
+    same_type = stored.get("type") == own.get("type")
+    for inner in sorted(stored.keys() | own.keys()) if same_type else ("type",):  # of another type all else differs
+        yield from _differences(f"{name}.{inner}", stored.get(inner), own.get(inner))
+
+
+def _following(config: PrecomputeConfig, fields: Collection[str]) -> set[str]:
+    """Return the fields that differ because one of ``fields`` does, unless this run was told them itself."""
+    causes = {
+        **{name: {"target_weights"} for name in _OF_TARGET},
+        "target_hidden_dim": {"target_weights", "hidden_size", "target_layer_ids"},
+        "target_last_hidden_dim": {"target_weights", "hidden_size"},
+        "split": {"train_split"},  # inside of the source
+    }
+    if not config.target_layer_ids:
+        causes["target_layer_ids"] = {"target_weights", "num_hidden_layers"}
+    if not config.chunk_tokens:
+        causes["chunk_tokens"] = {"target_weights", "hidden_size", "dtype", "codec", "seq_length"}
+    if config.chat_template is None:
+        causes["chat_template_sha256"] = {"target_weights", "tokenizer_sha256"}
+    return {name for name, why in causes.items() if why & set(fields)}
+
+
 def _told_rules(source: JsonValue) -> str:
     return " and ".join(map(str, chat_rules(source)))
 
@@ -196,10 +236,10 @@ def _check_target_config(recorded: StoreRecord, job: Job) -> None:
     stored, own = recorded.target_config or {}, job.new_record.target_config or {}
     differing = sorted(name for name in stored.keys() & own.keys() if stored[name] != own[name])
     if differing:
-        details = "; ".join(
-            f"target_config.{name}: store {stored[name]!r}, this run {own[name]!r}" for name in differing
-        )
-        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {details}")
+        details = [
+            detail for name in differing for _, detail in _differences(f"target_config.{name}", stored[name], own[name])
+        ]
+        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {'; '.join(details)}")
 
 
 def _layer_ids(config: PrecomputeConfig, text: PretrainedConfig) -> list[int]:

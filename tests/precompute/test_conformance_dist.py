@@ -108,7 +108,7 @@ def test_r4_more_samples_are_another_configuration(root, capsys):
     store = run(root)
     before = states_of_files(store)
     write_rows(root / "data.jsonl", [*TEXTS, "four"])
-    assert "does not match this run in source: " in refused(words(root), capsys)
+    assert "does not match this run in source.content_sha256: " in refused(words(root), capsys)
     assert states_of_files(store) == before
 
 

@@ -1,6 +1,7 @@
 """Going on with a store, refusing one that belongs to another job, and what is known before a target is loaded."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -30,7 +31,7 @@ from tests.precompute.jobs import (
     states_of_files,
     write_rows,
 )
-from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_llama, tiny_tokenizer
+from tests.tiny import HIDDEN_SIZE, VOCAB_SIZE, save_target_dir, tiny_llama, tiny_tokenizer
 
 
 def test_a_finished_store_is_refused_without_resume_and_left_alone_with_it(store, llama, chats, no_target, capsys):
@@ -184,7 +185,7 @@ def test_other_data_under_the_same_path_is_refused(llama, chats, tmp_path, capsy
     data.write_bytes(chats.read_bytes().replace(b"draft", b"craft"))
     before = states_of_files(tmp_path / "store")
     line = refused([*job, "--resume"], capsys)
-    assert "does not match this run in source: " in line
+    assert "does not match this run in source.content_sha256: " in line
     assert states_of_files(tmp_path / "store") == before
 
 
@@ -193,7 +194,8 @@ def test_other_data_under_the_same_path_is_refused(llama, chats, tmp_path, capsy
     [
         (("--seq-length", 64), "seq_length"),
         (("--shuffle-seed", "none"), "shuffle_seed"),
-        (("--max-samples", 5), "source"),
+        (("--max-samples", 5), "source.max_samples"),
+        (("--mask-headers",), "source.mask_headers"),
         (("--batch-size", 4), "batch_size"),
         (("--dtype", "bf16"), "dtype"),
         (("--target-layer-ids", 1, 2), "target_layer_ids"),
@@ -205,8 +207,8 @@ def test_other_data_under_the_same_path_is_refused(llama, chats, tmp_path, capsy
 def test_another_job_is_refused_by_the_field_that_differs(store, llama, chats, capsys, flags, field):
     before = states_of_files(store)
     line = refused(arguments(llama, chats, store, "--resume", *flags), capsys)
-    assert "does not match" in line
-    assert f" {field}: store " in line
+    assert f" does not match this run in {field}: store " in line
+    assert line.count("this run") == 2  # what follows from the field is not told
     assert states_of_files(store) == before
 
 
@@ -233,6 +235,13 @@ def test_another_target_of_the_same_shape_is_refused(store, chats, tmp_path, cap
     other = save_target_dir(tmp_path / "other", tiny_llama(seed=1))
     line = refused(arguments(other, chats, store, "--resume"), capsys)
     assert "does not match this run in target_weights: " in line
+
+
+@pytest.mark.usefixtures("no_target")
+def test_another_target_is_told_by_its_weights_and_a_source_of_another_type_by_that(store, chats, tmp_path, capsys):
+    other = save_target_dir(tmp_path / "other", tiny_llama(vocab_size=VOCAB_SIZE + 8))
+    line = refused(arguments(other, "{type: dummy, samples: 11, max_length: 9}", store, "--resume"), capsys)
+    assert re.findall(r"(?:in|;) (\S+): store", line) == ["source.type", "target_weights"]
 
 
 def test_shards_without_a_manifest_are_refused(unfinished, llama, chats, capsys):
@@ -334,4 +343,6 @@ def test_texts_need_no_chat_template_and_are_resumed_by_the_same_column_only(tmp
     assert cache.supervised.tolist() == cache.lengths.tolist()
     flags = ("--resume", "--shuffle-seed", "none", "--text-column")
     assert main(arguments(target, texts, store, *flags, "text")) == 0
-    assert "does not match this run in source" in refused(arguments(target, texts, store, *flags, "title"), capsys)
+    assert "does not match this run in source.text_column: store 'text', this run 'title'" in refused(
+        arguments(target, texts, store, *flags, "title"), capsys
+    )

@@ -78,4 +78,4 @@ def test_another_option_is_told_before_the_rule(job, chats, capsys):
     with rule_1():
         interrupted(job(), tokenise_module, "settle_tokens")
     line = refused(job("--resume", "--mask-headers"), capsys)
-    assert "does not match this run in source: " in line
+    assert "does not match this run in source.mask_headers: " in line

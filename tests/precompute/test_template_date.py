@@ -69,7 +69,9 @@ def test_a_date_can_be_given_and_is_part_of_the_identity(asking, on, capsys):
     output = interrupted(asking("--template-date", "2024-07-26"))
     assert source_of(output)["template_date"] == "2024-07-26"
     on("2026-03-09")
-    assert "does not match this run in source: " in refused(asking("--resume", "--template-date", "2024-07-27"), capsys)
+    assert "does not match this run in source.template_date: " in refused(
+        asking("--resume", "--template-date", "2024-07-27"), capsys
+    )
     assert main(asking("--resume")) == 0
     assert all(text.startswith("26 Jul 2024") for text in texts(output))
 
