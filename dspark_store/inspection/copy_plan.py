@@ -218,8 +218,8 @@ def refuse_small_disk(destination: LocalStorage, coming: int) -> None:
     free = destination.free_bytes()
     if coming > free:
         raise ValueError(
-            f"no space: about {size_text(coming)} are still to be written to {destination}, {size_text(free)} are "
-            "free; free some, or choose another destination"
+            f"no space: about {size_text(coming)}, embedding and head included, are still to be written to "
+            f"{destination}, {size_text(free)} are free; free some, or choose another destination"
         )
 
 

@@ -63,12 +63,13 @@ def recorded_rate(record: StoreRecord | None) -> float | None:
     return known[-1] if known else None
 
 
-def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free: int) -> None:
-    """Raise ValueError when a volume that is still to be written cannot fit into ``free`` bytes."""
+def refuse_full_disk(schema: StoreSchema, last_layer: int, volume: Volume, free: int, tables: int = 0) -> None:
+    """Raise ValueError when a volume and ``tables`` bytes of embedding and head cannot fit into ``free`` bytes."""
     _, most = stored_range(schema, last_layer, volume)
-    if most > free:
+    if most + tables > free:
         raw = ragged_bytes(schema, last_layer, volume.tokens)
+        beside = f" and {size_text(tables)} of embedding and head" if tables else ""
         raise ValueError(
-            f"no space: up to {size_text(most)} are still to be written ({size_text(raw)} before compression), "
-            f"{size_text(free)} are free; free some, or capture fewer layers or samples"
+            f"no space: up to {size_text(most)} of states ({size_text(raw)} before compression){beside} are still to "
+            f"be written, {size_text(free)} are free; free some, or capture fewer layers or samples"
         )

@@ -187,7 +187,7 @@ def _refuse_full_disk(storage: LocalStorage, record: StoreRecord, lengths: list[
     missing = [lengths[row] for shard in missing_shards(storage, record.schema) for row in rows(shard)]
     volume = Volume.of(record.schema, missing, missing)
     tables = 0 if record.weights else weight_bytes(record)
-    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes() - tables)
+    refuse_full_disk(record.schema, record.last_layer, volume, storage.free_bytes(), tables)
 
 
 def _shards_to_do(

@@ -52,7 +52,7 @@ class CaptureCounts:
             todo = [lengths[row] for row in rows]
             self._todo, self._done_before = sum(todo), sum(lengths) - sum(todo)
             least, most = stored_range(record.schema, record.last_layer, Volume.of(record.schema, todo, todo))
-            self._expected = f"{size_text(least)} to {size_text(most)} expected in all"
+            self._expected = f"{size_text(least)} to {size_text(most)} of states expected"
             self._bar = start_progress("capture", sum(lengths), "tokens", self._done_before)
 
     def __enter__(self) -> Self:
@@ -100,7 +100,7 @@ class CaptureCounts:
         if not stored or not tokens:
             return self._expected
         rate = stored / (time.monotonic() - self._started)
-        return f"{size_text(rate)}/s written, about {size_text(stored / tokens * self._todo)} in all"
+        return f"{size_text(rate)}/s written, about {size_text(stored / tokens * self._todo)} of states in all"
 
 
 @dataclass(slots=True)

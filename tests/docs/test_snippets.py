@@ -44,7 +44,7 @@ MARKS = {
     "docs/chunk_sizes.md": 1,
     "docs/commands/verify.md": 1,
     "docs/index.md": 1,
-    "docs/precompute.md": 4,
+    "docs/precompute.md": 5,
     "docs/sources.md": 1,
     "docs/tutorial.md": 1,
 }

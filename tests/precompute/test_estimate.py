@@ -33,5 +33,7 @@ def test_a_disk_that_cannot_hold_the_most_is_refused_with_both_numbers():
     schema = schema_of(codec="none")
     volume = Volume.of(schema, [64] * 100, [64] * 100)
     refuse_full_disk(schema, 3, volume, free=1_228_800)
-    with pytest.raises(ValueError, match=r"no space: up to 1\.23 MB are still to be written .* 900\.00 KB are free"):
+    with pytest.raises(ValueError, match=r"up to 1\.23 MB of states .* written, 900\.00 KB are free"):
         refuse_full_disk(schema, 3, volume, free=900_000)
+    with pytest.raises(ValueError, match=r"of states .* and 57\.00 MB of embedding and head .*, 20\.00 MB are free"):
+        refuse_full_disk(schema, 3, volume, free=20_000_000, tables=57_000_000)

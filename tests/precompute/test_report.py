@@ -92,8 +92,8 @@ def test_a_note_tells_the_size_to_come(count, shown):
         leader.committed(24, 24_000)
         leader.batch(10)
     notes = [note for _, note in shown[0].reached]
-    assert notes[0].endswith("expected in all")
-    assert notes[1].endswith("/s written, about 45.00 KB in all")
+    assert notes[0].endswith("of states expected")
+    assert notes[1].endswith("/s written, about 45.00 KB of states in all")
 
 
 @pytest.fixture
