@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from dspark_store.format.arrays import array_checksum, array_keys, object_limit, unpack_array
 from dspark_store.format.damage import DamagedStoreError, remedy
@@ -31,6 +31,9 @@ from dspark_store.format.schema import (
 )
 from dspark_store.format.shard import ObjectRecord
 from dspark_store.format.storage import Storage
+
+if TYPE_CHECKING:  # whose torch takes seconds
+    import torch
 
 
 class StoreIndex:
