@@ -1,11 +1,13 @@
 """The manifest decides identity: by content, never by path, name or bookkeeping."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from dspark_store.format.damage import DamagedStoreError
 from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.int8 import LayerScale
 from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.manifest import (
     StoreRecord,
@@ -170,3 +172,59 @@ def test_the_seal_follows_every_attribute_and_every_node():
     assert seal_digest(attributes, {"index": {"node_type": "array"}}) != seal
     for name in attributes:
         assert seal_digest({**attributes, name: "changed"}, nodes) != seal
+
+
+SCALE = LayerScale(-16, tuple(range(8)), 0.02, 0.0)
+CODED = replace(
+    RECORD,
+    schema=replace(RECORD.schema.stored_as("int8"), scales=(SCALE,) * (RECORD.schema.num_layers + 1)),
+    manifest={**RECORD.manifest, "state_dtype": "int8"},
+)
+
+
+def test_a_store_of_codes_is_of_version_2_and_read_back_as_it_was():
+    attributes = CODED.attributes()
+    assert (attributes["format_version"], attributes["features"]) == (2, ["int8"])
+    assert parse_record(attributes, "here") == CODED
+    assert RECORD.attributes().keys().isdisjoint({"features"})
+    assert {"state_dtype", "calibration"}.isdisjoint(RECORD.schema.layout())
+
+
+@pytest.mark.parametrize("features", [["int8", "buckets"], ["\n" * 99], [7], {"int8": 1}, "int8", 3, None])
+def test_a_feature_that_is_not_known_is_refused_by_name(features):
+    with pytest.raises(ValueError, match=r"has the feature|features") as refusal:
+        parse_record({**CODED.attributes(), "features": features}, "here")
+    assert "buckets" in str(refusal.value) or "buckets" not in str(features)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"features": []}, {"format_version": 1}, {"format_version": 1, "features": []}, {"manifest": RECORD.manifest}],
+    ids=str,
+)
+def test_features_that_are_not_those_of_the_layout_are_damage(changed):
+    with pytest.raises(DamagedStoreError, match=r"features are|state_dtype is"):
+        parse_record({**CODED.attributes(), **changed}, "here")
+
+
+def test_a_store_without_features_is_not_of_version_2():
+    with pytest.raises(DamagedStoreError, match="features are"):
+        parse_record({**RECORD.attributes(), "format_version": 2, "features": []}, "here")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"offset": 99}, {"offset": 1.5}, {"high_channels": [1, 0]}, {"high_channels": [0]}, {"error": "small"}],
+    ids=str,
+)
+def test_a_calibration_that_none_can_have_is_damage(broken):
+    layout = CODED.schema.layout()
+    calibration = [{**entry, **broken} for entry in cast("list[dict[str, Any]]", layout["calibration"])]
+    with pytest.raises(DamagedStoreError):
+        parse_record({**CODED.attributes(), "layout": {**layout, "calibration": calibration}}, "here")
+
+
+def test_a_calibration_of_other_objects_is_damage():
+    layout = CODED.schema.layout()
+    with pytest.raises(DamagedStoreError, match="scales"):
+        parse_record({**CODED.attributes(), "layout": {**layout, "calibration": [SCALE.to_json()]}}, "here")

@@ -42,6 +42,8 @@ def test_its_states_are_those_of_a_lossless_store_within_the_calibrated_error(co
         apart = (batch[LAYERS][:, place] - exact[LAYERS][:, place]).norm(dim=-1)
         error = float((apart / exact[LAYERS][:, place].norm(dim=-1).clamp(min=1e-9)).sum() / cache.lengths.sum())
         assert error == pytest.approx(AIMS["int8"], rel=0.25), layer
+        _, widened = quantise(exact[LAYERS][:, place].flatten(0, 1), cache.schema.scale(LAYERS, place))
+        assert cache.schema.scales[place].widened == pytest.approx(widened / int(cache.lengths.sum()), abs=1e-6)
     assert root(store)["format_version"] == 1
     assert "features" not in root(store)
 

@@ -37,6 +37,7 @@ TENSOR_PARALLEL = [
     (4, ("--tp-size", 2)),
     (4, ("--tp-size", 2, "--fsdp-size", 2)),
 ]
+INT8 = ("--dtype", "int8")
 BF16 = ("--compute-dtype", "bf16", "--dtype", "bf16")
 
 
@@ -56,6 +57,14 @@ def test_the_store_of_several_ranks_is_that_of_one_process_and_each_holds_its_pa
     jobs, tmp_path, world, flags, target, most
 ):
     check_equal(jobs, tmp_path / "store", world, flags, target, most)
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"), [(2, ()), (4, ("--pp-size", 4)), (4, ("--fsdp-size", 2, "--ep-size", 2))], ids=str
+)
+def test_codes_are_calibrated_alike_by_one_process_and_by_ranks(jobs, tmp_path, world, flags):
+    jobs.run(tmp_path / "store", *INT8, *flags, world=world)
+    jobs.assert_equals_whole(tmp_path / "store", *INT8)
 
 
 @pytest.mark.storm

@@ -10,14 +10,15 @@ from dspark_store import CacheLoader, DamagedStoreError, open_cache, split_codes
 from dspark_store.format.codecs import CodecChain
 from dspark_store.format.schema import LAST, LAYERS, metadata_bytes
 from dspark_store.readers.tensors import decoded
-from tests.stores import RAGGED, build_store, flip, padded, reseal, same_bits
+from tests.stores import RAGGED, Shape, build_store, flip, padded, reseal, same_bits
 
-WIDTH = 8 + 8 + 1
+SHAPE = Shape(hidden_size=12)
+WIDTH = 12 + 8 + 1
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    return build_store(tmp_path_factory.mktemp("codes") / "store", dtype="int8", weights=False)
+    return build_store(tmp_path_factory.mktemp("codes") / "store", dtype="int8", shape=SHAPE, weights=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +31,14 @@ def test_codes_are_read_as_they_are_stored_and_can_be_decoded_later(built, cache
     codes = cache.read(range(7), layout=layout, dequantise=False)
     assert codes[LAYERS].dtype == codes[LAST].dtype == torch.int8
     assert codes[LAYERS].shape == ((7, 20, 3 * WIDTH) if layout == "flat" else (7, 3, 20, WIDTH))
-    counts, high, exponents = split_codes(codes[LAST], 8)
-    assert (counts.shape, high.shape, exponents.shape) == ((7, 20, 8), (7, 20, 8), (7, 20))
+    counts, high, exponents = split_codes(codes[LAST], 12)
+    assert (counts.shape, high.shape, exponents.shape) == ((7, 20, 12), (7, 20, 8), (7, 20))
     states = cache.read(range(7), layout=layout)
     assert same_bits(cache.dequantise(codes)[LAYERS], states[LAYERS])
-    assert torch.equal(torch.ldexp(counts + 255.0 * high, exponents[..., None]), states[LAST].float())
-    assert split_codes(codes[LAYERS], 8)[0].shape == ((7, 20, 3, 8) if layout == "flat" else (7, 3, 20, 8))
+    numbers = counts.float()
+    numbers[..., cache.schema.scale(LAST, 0).high_channels] += 255.0 * high
+    assert torch.equal(torch.ldexp(numbers, exponents[..., None]), states[LAST].float())
+    assert split_codes(codes[LAYERS], 12)[0].shape == ((7, 20, 3, 12) if layout == "flat" else (7, 3, 20, 12))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
@@ -92,7 +95,7 @@ def test_a_store_of_codes_has_no_problems_and_a_flipped_bit_is_one(tmp_path):
 
 
 def test_codes_that_somebody_encoded_anew_are_read(built, tmp_path):
-    store = build_store(tmp_path / "store", dtype="int8", weights=False)
+    store = build_store(tmp_path / "store", dtype="int8", shape=SHAPE, weights=False)
     path = store.path / LAYERS
     values: Any = zarr.open_array(path, mode="r")[...]
     document: dict[str, Any] = dict(store.schema.columns()[LAYERS].document())
