@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dspark_store.format.damage import DamagedStoreError, Part, Problem
     from dspark_store.format.int8 import split_codes
     from dspark_store.format.manifest import build_cache_manifest
+    from dspark_store.precompute.engine import convert_layer_ids, create_store, join_store
+    from dspark_store.precompute.pushed import StoreWriter
     from dspark_store.readers.cache import Cache, open_cache
     from dspark_store.readers.index import TargetWeights, read_weights
     from dspark_store.readers.loader import CacheLoader
@@ -49,12 +51,16 @@ __all__ = [
     "DamagedStoreError",
     "Part",
     "Problem",
+    "StoreWriter",
     "TargetWeights",
     "build_cache_manifest",
     "build_cached_dspark_dataloader",
     "compute_batch_cache",
+    "convert_layer_ids",
+    "create_store",
     "ensure_manifest_complete",
     "existing_shard_indices",
+    "join_store",
     "manifest_mismatch_fields",
     "manifest_path",
     "open_cache",
@@ -77,9 +83,13 @@ _MODULES = {
     "DamagedStoreError": "format.damage",
     "Part": "format.damage",
     "Problem": "format.damage",
+    "StoreWriter": "precompute.pushed",
     "TargetWeights": "readers.index",
     "build_cache_manifest": "format.manifest",
     "build_cached_dspark_dataloader": "compat.dataset",
+    "convert_layer_ids": "precompute.engine",
+    "create_store": "precompute.engine",
+    "join_store": "precompute.engine",
     "open_cache": "readers.cache",
     "read_target_weight_modules": "compat.dataset",
     "read_weights": "readers.index",

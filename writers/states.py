@@ -257,9 +257,11 @@ class StateShardWriter:
             records[self._shared] = records[self._last]
         return FinishedObjects(records, stored, tuple(sorted(self.nonfinite_rows())))
 
-    def commit(self) -> ShardReport:
-        """Finish every object, then publish the ledger row: the commit."""
-        return publish_states(self._storage, self._schema, self._shard, [self.finish()])
+    def commit(self, before: Callable[[], None] = lambda: None) -> ShardReport:
+        """Finish every object, then publish the ledger row: the commit. ``before`` is asked as `finish` asks."""
+        finished = self.finish(before)
+        before()  # the objects may have taken long, and another job may have swept them by now
+        return publish_states(self._storage, self._schema, self._shard, [finished])
 
     def nonfinite_rows(self) -> set[int]:
         """Return the rows found non-finite so far."""

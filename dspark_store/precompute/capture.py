@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import zarr
 
 from dspark_store.format.int8 import AIMS, LayerScale, calibrate, spread
+from dspark_store.format.jsonvalue import JsonValue
 from dspark_store.format.ledger import state_ledger
 from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.schema import LAST, StateObject, StoreSchema
@@ -43,6 +46,29 @@ def missing_shards(storage: Storage, schema: StoreSchema) -> list[int]:
     """Return the shards whose states are not committed, wherever the holes are."""
     committed = set(state_ledger(storage, schema).committed())
     return [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
+
+
+def check_equality_class(storage: Storage, record: StoreRecord, own: str, *, allow: bool) -> None:
+    """Raise ValueError when shards of the store were captured in another class, unless that is allowed."""
+    others = {str(producer["equality_class"]) for producer in record.producers if "equality_class" in producer} - {own}
+    if others and not allow and state_ledger(storage, record.schema).committed():
+        raise ValueError(
+            f"the store was begun in the equality class {min(others)!r} and this run is in {own!r}: its states may "
+            "differ in the last bits; run it as it was begun, or allow that with --mix-equality-classes"
+        )
+
+
+def with_producer(record: StoreRecord, facts: Mapping[str, JsonValue], **libraries: str) -> StoreRecord:
+    """Return the record with one more producer: who it is, and the versions that it runs."""
+    producer: dict[str, JsonValue] = {
+        "host": platform.node(),
+        **facts,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **libraries,
+        "zarr": zarr.__version__,
+    }
+    return replace(record, producers=(*record.producers, producer))
 
 
 @dataclass(frozen=True, slots=True)

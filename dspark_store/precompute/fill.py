@@ -14,14 +14,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
-import zarr
 
 from dspark_store.format.damage import DamagedStoreError, remedy
 from dspark_store.format.int8 import LayerScale
 from dspark_store.format.jsonvalue import JsonFields, JsonValue
 from dspark_store.format.ledger import state_ledger, token_ledger
 from dspark_store.format.manifest import StoreRecord
-from dspark_store.format.metadata import has_store, read_record, write_metadata
+from dspark_store.format.metadata import read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.sizes import Volume, weight_bytes
 from dspark_store.format.storage import LocalStorage
@@ -30,18 +29,20 @@ from dspark_store.precompute.capture import (
     CaptureEvents,
     CaptureSettings,
     capture_shards,
+    check_equality_class,
     missing_shards,
+    with_producer,
 )
 from dspark_store.precompute.copies import HostCopies
 from dspark_store.precompute.crew import Crew, own_objects
 from dspark_store.precompute.estimate import refuse_full_disk
-from dspark_store.precompute.job import Job, check_identity
-from dspark_store.precompute.job_target import JobTarget, check_equality_class, equality_class
+from dspark_store.precompute.job import Job, open_or_create
+from dspark_store.precompute.job_target import JobTarget, equality_class
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.report import CaptureCounts, CaptureReport, Profile
 from dspark_store.precompute.settings import PrecomputeConfig
 from dspark_store.precompute.tokenise import SampleCounts, print_counts, rows_read, tell_refusals, tokenise
-from dspark_store.precompute.undo import full_disk_told, new_store_undone, retract_broken
+from dspark_store.precompute.undo import clean, full_disk_told, new_store_undone
 from dspark_store.precompute.watch import FAILED, StoppedError
 from dspark_store.readers.index import StoreIndex
 from dspark_store.target.batches import BatchLimit, forward_cost
@@ -50,12 +51,10 @@ from dspark_store.text import say
 from dspark_store.writers.lock import LostLockError, StoreLock, check_lock
 from dspark_store.writers.pipeline import EncodePipeline
 from dspark_store.writers.publish import complete_store
-from dspark_store.writers.recovery import sweep_uncommitted
 from dspark_store.writers.weights import write_weights
 
 _log = logging.getLogger(__name__)
 _SHARDS_PER_WORKER = 4
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,11 @@ def _fill_as_leader(world: World, job: Job, storage: LocalStorage, target: JobTa
     # the lock is given back when the others have heard of a failure: they would take its absence for the cause
     with lock, world.failing_together(), new_store_undone(storage, lock.holder):
         check = partial(_check_may_write, world, storage, lock.holder)
-        record = _open_or_create(job, storage)
-        check_equality_class(storage, record, target.plan, target.device, allow=job.config.mix_equality_classes)
-        _clean(storage, record)
+        record = open_or_create(storage, job.new_record, job.config)
+        check_equality_class(
+            storage, record, equality_class(target.plan, target.device), allow=job.config.mix_equality_classes
+        )
+        clean(storage, record)
         before = token_ledger(storage).committed()
         if record.phase == "tokens":
             with watch.working(lambda: rows_read(job.source)):
@@ -145,28 +146,6 @@ def _check_may_write(world: World, storage: LocalStorage, holder: str) -> None:
     """Count a step of the work; StoppedError when the job is to end, LostLockError when the store is another's."""
     world.watch.progress()
     check_lock(storage, holder)
-
-
-def _clean(storage: LocalStorage, record: StoreRecord) -> None:
-    """Remove what former runs have left that is no part of the store, or only half of one."""
-    broken = [] if record.complete else retract_broken(storage, record)
-    if broken:
-        more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
-        names = ", ".join(broken[:_NAMES_SHOWN])
-        _log.warning("committed shards whose objects are not all there are done again: %s%s", names, more)
-    swept = sweep_uncommitted(storage, record)
-    if swept:
-        _log.info("removed %d leftovers of an interrupted run", swept)
-
-
-def _open_or_create(job: Job, storage: LocalStorage) -> StoreRecord:
-    """Return the record to go on with. It is read again under the lock: another job may have moved on."""
-    if has_store(storage):
-        record = read_record(storage)
-        check_identity(record, job)
-        return record
-    write_metadata(storage, job.new_record)
-    return job.new_record
 
 
 def _tell_samples(storage: LocalStorage, record: StoreRecord, job: Job, index: StoreIndex, before: list[int]) -> None:
@@ -226,8 +205,7 @@ def _write_weights(
 
 def _with_producer(record: StoreRecord, target: JobTarget) -> StoreRecord:
     device, plan = target.device, target.plan
-    producer: dict[str, JsonValue] = {
-        "host": platform.node(),
+    facts: dict[str, JsonValue] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "attn_implementation": getattr(target.loaded.model.config, "_attn_implementation", None),
         "world_size": plan.world_size,
@@ -235,12 +213,8 @@ def _with_producer(record: StoreRecord, target: JobTarget) -> StoreRecord:
         "degrees": {"fsdp": plan.fsdp, "tp": plan.tp, "ep": plan.ep, "pp": plan.pp},
         "reduce_dtype": plan.reduce_dtype,
         "equality_class": equality_class(plan, device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "zarr": zarr.__version__,
     }
-    return replace(record, producers=(*record.producers, producer))
+    return with_producer(record, facts, transformers=transformers.__version__)
 
 
 def _with_rate(record: StoreRecord, report: CaptureReport) -> StoreRecord:

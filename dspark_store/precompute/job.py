@@ -24,7 +24,7 @@ from dspark_store.format.manifest import (
     refuse_unfinished_copy,
     stored_manifest,
 )
-from dspark_store.format.metadata import COPY_KEY, has_store, read_record
+from dspark_store.format.metadata import COPY_KEY, has_store, read_record, write_metadata
 from dspark_store.format.schema import StoreSchema
 from dspark_store.format.storage import LocalStorage
 from dspark_store.precompute.job_target import TargetDescription, describe_target
@@ -41,7 +41,13 @@ from dspark_store.target.fingerprint import target_fingerprint
 from dspark_store.target.layers import build_target_layer_ids, validate_target_layer_ids
 from dspark_store.target.load import load_tokenizer
 
-_OF_TARGET = ("target_model_type", "target_vocab_size", "hidden_size", "num_hidden_layers", "tokenizer_sha256")
+_OF_TARGET: tuple[str, ...] = (
+    "target_model_type",
+    "target_vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "tokenizer_sha256",
+)
 _OF_TARGET += ("pad_token_id", "target_num_hidden_layers_full")
 """Fields of a manifest that another target's weights bring with them."""
 
@@ -119,9 +125,9 @@ def plan_job(
     vocab_size = int(target.text.vocab_size)
     context = _source_context(config, tokenizer, vocab_size, recorded)
     source = build_source(parse_source(config.input_data), context)
-    schema = _new_schema(config, target.text, layer_ids, source)
+    schema = new_schema(config, target.text, layer_ids, source)
     identity: dict[str, JsonValue] = {
-        **_upstream_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer), schema.dtype.name),
+        **peer_identity(config, target.text, layer_ids, chat_template_sha256(tokenizer), schema.dtype.name),
         **({} if schema.int8 is None else {"state_dtype": schema.int8}),
         **_target_identity(target),
         "source": source.identity(),
@@ -158,40 +164,51 @@ def _source_context(
     )
 
 
-def check_identity(recorded: StoreRecord, job: Job) -> None:
+def check_identity(recorded: StoreRecord, own: StoreRecord, config: PrecomputeConfig) -> None:
     """Raise ValueError (``does not match``) naming every field in which the store differs from this run.
 
     Fields inside of others are named with dots; those that only follow from one that is named are left out. The rule
     by which conversations become tokens must be the same only while tokens are still to be made.
     """
-    stored, own = recorded.manifest.get("source"), job.manifest.get("source")
-    as_stored, as_own = comparable(stored, own)
+    place = config.output_dir
+    stored, new = recorded.manifest.get("source"), own.manifest.get("source")
+    as_stored, as_own = comparable(stored, new)
     same_source = as_stored == as_own
-    fields = mismatch_fields(recorded.manifest, job.manifest, SETTLED_FIELDS | ({"source"} if same_source else set()))
+    fields = mismatch_fields(recorded.manifest, own.manifest, SETTLED_FIELDS | ({"source"} if same_source else set()))
     if fields:
-        follows = _following(job.config, fields)
-        ours, theirs = {**job.manifest, "source": as_own}, {**recorded.manifest, "source": as_stored}
+        follows = _following(config, fields)
+        ours, theirs = {**own.manifest, "source": as_own}, {**recorded.manifest, "source": as_stored}
         details = [
             detail
             for field in fields
             for name, detail in _differences(field, theirs.get(field), ours.get(field))
             if (name not in follows if name == field else name.rpartition(".")[2] not in follows.union(fields))
         ]
-        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {'; '.join(details)}")
-    if recorded.phase == "tokens" and stored != own:
+        raise ValueError(f"the store in {place} does not match this run in {'; '.join(details)}")
+    if recorded.phase == "tokens" and stored != new:
         raise ValueError(
-            f"the tokens of the store in {job.config.output_dir} are not all there, and those that are were made by "
-            f"rule {_told_rules(stored)} for conversations; this version makes them by rule {_told_rules(own)}, which "
+            f"the tokens of the store in {place} are not all there, and those that are were made by "
+            f"rule {_told_rules(stored)} for conversations; this version makes them by rule {_told_rules(new)}, which "
             "gives some rows other ids or masks: go on with the version that began the store, or begin a new one"
         )
-    refuse_unfinished_copy(recorded, job.config.output_dir)
-    formed, wanted = recorded.capture_shard_size, job.new_record.schema.shard_size
+    refuse_unfinished_copy(recorded, place)
+    formed, wanted = recorded.capture_shard_size, own.schema.shard_size
     if recorded.copied_from is not None and formed != wanted:
         raise ValueError(
-            f"the store in {job.config.output_dir} does not match this run in shard_size: it is a copy of one whose "
+            f"the store in {place} does not match this run in shard_size: it is a copy of one whose "
             f"batches were formed in shards of {formed}, this run would form them in shards of {wanted}"
         )
-    _check_target_config(recorded, job)
+    _check_target_config(recorded, own, place)
+
+
+def open_or_create(storage: LocalStorage, own: StoreRecord, config: PrecomputeConfig) -> StoreRecord:
+    """Return the record to go on with. It is read again under the lock: another job may have moved on."""
+    if has_store(storage):
+        record = read_record(storage)
+        check_identity(record, own, config)
+        return record
+    write_metadata(storage, own)
+    return own
 
 
 def _differences(name: str, stored: JsonValue, own: JsonValue) -> Iterator[tuple[str, str]]:
@@ -228,18 +245,18 @@ def _told_rules(source: JsonValue) -> str:
     return " and ".join(map(str, chat_rules(source)))
 
 
-def _check_target_config(recorded: StoreRecord, job: Job) -> None:
+def _check_target_config(recorded: StoreRecord, own: StoreRecord, place: str) -> None:
     """Refuse a target of the same weights that computes something else with them: other experts a token, say.
 
     Only what both configurations have is compared, since a newer transformers knows more fields.
     """
-    stored, own = recorded.target_config or {}, job.new_record.target_config or {}
-    differing = sorted(name for name in stored.keys() & own.keys() if stored[name] != own[name])
+    stored, new = recorded.target_config or {}, own.target_config or {}
+    differing = sorted(name for name in stored.keys() & new.keys() if stored[name] != new[name])
     if differing:
         details = [
-            detail for name in differing for _, detail in _differences(f"target_config.{name}", stored[name], own[name])
+            detail for name in differing for _, detail in _differences(f"target_config.{name}", stored[name], new[name])
         ]
-        raise ValueError(f"the store in {job.config.output_dir} does not match this run in {'; '.join(details)}")
+        raise ValueError(f"the store in {place} does not match this run in {'; '.join(details)}")
 
 
 def _layer_ids(config: PrecomputeConfig, text: PretrainedConfig) -> list[int]:
@@ -262,7 +279,8 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     return 0
 
 
-def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], source: Source) -> StoreSchema:
+def new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], source: Source) -> StoreSchema:
+    """Return the shape of the store, its number of samples still unknown."""
     int8 = config.dtype if config.dtype in AIMS else None
     dtype, width = cache_dtype("bf16" if int8 else config.dtype), int(text.hidden_size)
     chunk_tokens = config.chunk_tokens or default_chunk_tokens(
@@ -287,9 +305,10 @@ def _new_schema(config: PrecomputeConfig, text: PretrainedConfig, layer_ids: lis
     return schema
 
 
-def _upstream_identity(
+def peer_identity(
     config: PrecomputeConfig, text: PretrainedConfig, layer_ids: list[int], template_sha256: str, dtype: str
 ) -> Manifest:
+    """Return the fields of identity that NeMo Automodel's manifest has."""
     manifest = build_cache_manifest(
         target_model=config.target_model,
         target_model_type=str(text.model_type),

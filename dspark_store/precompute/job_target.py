@@ -16,11 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from dspark_store.format.ledger import state_ledger
-from dspark_store.format.manifest import (
-    StoreRecord,
-)
-from dspark_store.format.storage import Storage
 from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.settings import PrecomputeConfig
@@ -95,19 +90,6 @@ def equality_class(plan: ParallelPlan, device: torch.device) -> str:
     not.
     """
     return f"{device.type} {plan.equality_class}"
-
-
-def check_equality_class(
-    storage: Storage, record: StoreRecord, plan: ParallelPlan, device: torch.device, *, allow: bool
-) -> None:
-    """Raise ValueError when shards of the store were captured in another class, unless that is allowed."""
-    own = equality_class(plan, device)
-    others = {str(producer["equality_class"]) for producer in record.producers if "equality_class" in producer} - {own}
-    if others and not allow and state_ledger(storage, record.schema).committed():
-        raise ValueError(
-            f"the store was begun in the equality class {min(others)!r} and this run is in {own!r}: its states may "
-            "differ in the last bits; run it as it was begun, or allow that with --mix-equality-classes"
-        )
 
 
 def rank_device(config: PrecomputeConfig, world: World) -> torch.device:

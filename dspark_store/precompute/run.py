@@ -38,7 +38,7 @@ def _lead(config: PrecomputeConfig, world: World) -> int:
     job = plan_job(config, recorded=recorded)
     plan = plan_target(config, world.size, job.target)
     if recorded is not None:
-        check_identity(recorded, job)
+        check_identity(recorded, job.new_record, job.config)
         if recorded.complete:
             sweep_finished(storage, recorded)
             world.share("todo", lambda: "nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import sources_key
 from dspark_store.sources.source import SourceError
 from dspark_store.writers.lock import LostLockError, check_lock
+from dspark_store.writers.recovery import sweep_uncommitted
 
 _MAY_PASS = (OSError, MemoryError, RuntimeError)  # torch's out of memory and broken connections are of the last
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_log = logging.getLogger(__name__)
+_NAMES_SHOWN = 5
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ImportError)
 OWN_FOLDERS = ("ledger", *COLUMNS, "index", "target")
 """Folders at the top of a store, in the order in which they are removed: without its ledger a store is empty."""
@@ -170,3 +174,15 @@ def _remove_store(storage: LocalStorage) -> None:
     with contextlib.suppress(OSError):
         storage.sweep()
         storage.delete(ROOT_KEY)
+
+
+def clean(storage: LocalStorage, record: StoreRecord) -> None:
+    """Remove what former runs have left that is no part of the store, or only half of one."""
+    broken = [] if record.complete else retract_broken(storage, record)
+    if broken:
+        more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
+        names = ", ".join(broken[:_NAMES_SHOWN])
+        _log.warning("committed shards whose objects are not all there are done again: %s%s", names, more)
+    swept = sweep_uncommitted(storage, record)
+    if swept:
+        _log.info("removed %d leftovers of an interrupted run", swept)

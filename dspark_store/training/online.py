@@ -158,7 +158,7 @@ def open_live(
 def _write_tokens(job: Job, storage: LocalStorage, recorded: StoreRecord | None, check: Callable[[], None]) -> None:
     record = recorded or job.new_record
     if recorded is not None:
-        check_identity(recorded, job)
+        check_identity(recorded, job.new_record, job.config)
     else:
         write_metadata(storage, record)
     if record.phase == "tokens":

@@ -8,7 +8,8 @@ import torch
 from dspark_store.cli.precompute import parse_arguments
 from dspark_store.format.schema import STATE_LEDGER
 from dspark_store.format.storage import LocalStorage
-from dspark_store.precompute.job_target import JobTarget, check_equality_class, equality_class, rank_device
+from dspark_store.precompute.capture import check_equality_class
+from dspark_store.precompute.job_target import JobTarget, equality_class, rank_device
 from dspark_store.precompute.ranks import World
 from dspark_store.precompute.rendezvous import Keys
 from dspark_store.precompute.watch import Watch
@@ -122,10 +123,10 @@ def test_whatever_gives_the_bits_of_one_device_is_one_class_of_its_kind_of_devic
 
 def test_another_class_is_refused_by_both_names_unless_it_is_allowed_or_there_is_no_shard(storage):
     record = record_by("cpu exact")
-    check_equality_class(storage, record, TP2, CPU, allow=False)
+    check_equality_class(storage, record, equality_class(TP2, CPU), allow=False)
     storage.put(f"{STATE_LEDGER}/c.0.0.0", b"a row")
     expected = "begun in the equality class 'cpu exact' and this run is in 'cpu tp2-fp32'.*--mix-equality-classes"
     with pytest.raises(ValueError, match=expected):
-        check_equality_class(storage, record, TP2, CPU, allow=False)
-    check_equality_class(storage, record, TP2, CPU, allow=True)
-    check_equality_class(storage, record, ParallelPlan(4), CPU, allow=False)
+        check_equality_class(storage, record, equality_class(TP2, CPU), allow=False)
+    check_equality_class(storage, record, equality_class(TP2, CPU), allow=True)
+    check_equality_class(storage, record, equality_class(ParallelPlan(4), CPU), allow=False)

@@ -120,7 +120,7 @@ def _samples_of(job: Job, rows: int, recorded: StoreRecord | None) -> tuple[Corp
     """Count the samples of a job, from the store where it has its tokens, else from the source."""
     seq_length = job.config.seq_length
     if recorded is not None and recorded.phase != "tokens":
-        check_identity(recorded, job)
+        check_identity(recorded, job.new_record, job.config)
         storage = LocalStorage(job.config.output_dir)
         index, samples = StoreIndex(storage, recorded), np.arange(recorded.schema.num_samples)
         counts = SampleCounts.of(job.source, seq_length, index.length, index.supervised, samples >= 0)
