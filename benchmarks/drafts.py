@@ -32,7 +32,7 @@ from dspark_store.draft.anchors import draw_blocks, sample_keys
 from dspark_store.draft.loss import DraftCounts, SlotTerms, compared, draft_counts, loss_sums
 from dspark_store.draft.model import head_logits
 from dspark_store.format.schema import IDS, LAST, LAYERS, MASK
-from dspark_store.format.sizes import of_ragged_rows, ragged_rows_name
+from dspark_store.format.sizes import distinct_states, of_ragged_rows, ragged_rows_name
 from dspark_store.inspection import copy_shards
 from dspark_store.inspection.copy_plan import CopySettings
 from dspark_store.inspection.rechunk import rechunk
@@ -149,6 +149,12 @@ def write_fp8(source: Path, place: Path) -> None:
         rechunk(source, place, CopySettings())
 
 
+def fp8_bytes(cache: Cache) -> int:
+    """Return the bytes of a store's samples in FP8, not compressed: a byte per value, a scale of 4 per vector."""
+    vectors = distinct_states(cache.schema, cache.record.last_layer)
+    return int(cache.lengths.sum()) * (vectors * (cache.schema.hidden_size + 4) + 5)
+
+
 def compare_stores(given: Namespace, recorder: Recorder, flags: Sequence[str]) -> int:
     """Train paired drafts from the exact store and the others, and print what their states cost; return 0."""
     exact, *others = [Path(store) for store in given.stores]
@@ -164,7 +170,10 @@ def compare_stores(given: Namespace, recorder: Recorder, flags: Sequence[str]) -
             break
     caches = {store.name: open_cache(store) for store in (exact, *others)}
     recorder.describe(f"{len(taus[exact.name])} seeds, {len(caches[exact.name])} samples, `{shlex.join(flags)}`")
-    recorder.add(_cost_table(caches, taus, exact.name))
+    sizes = {name: stored_bytes(cache) for name, cache in caches.items()}
+    if given.fp8 is not None:
+        sizes[given.fp8.name] = fp8_bytes(caches[exact.name])
+    recorder.add(_cost_table(caches, sizes, taus, exact.name))
     places = (Column(f"place {place}", ".3f") for place in range(len(accepted[exact.name][0])))
     rows = tuple((name, *np.mean(values, axis=0).tolist()) for name, values in accepted.items())
     recorder.add(Table("Acceptance by place, mean of the seeds", (Column("store"), *places), rows))
@@ -218,19 +227,21 @@ def width_of(taus: Mapping[str, Sequence[float]], name: str, exact: str) -> floa
     return high - low
 
 
-def _cost_table(caches: Mapping[str, Cache], taus: Mapping[str, Sequence[float]], exact: str) -> Table:
+def _cost_table(
+    caches: Mapping[str, Cache], sizes: Mapping[str, int], taus: Mapping[str, Sequence[float]], exact: str
+) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, cache in caches.items():
-        tokens, stored = int(cache.lengths.sum()), stored_bytes(cache)
+        tokens, stored = int(cache.lengths.sum()), sizes[name]
         mean, low, high = interval(_differences(taus, name, exact))
         kl = None if name == exact else divergence(caches[exact], cache)
         differences = (None,) * 3 if name == exact else (100 * mean, 100 * low, 100 * high)
         share = of_ragged_rows(cache.schema, tokens, stored)
         rows.append((name, stored / tokens, share, kl, float(np.mean(taus[name])), *differences))
     vectors = ragged_rows_name(caches[exact].schema.num_layers + 1)
-    sizes = (Column("store"), Column("bytes per token", ",.0f"), Column(f"of {vectors}", ".3f"))
+    facts = (Column("store"), Column("bytes per token", ",.0f"), Column(f"of {vectors}", ".3f"))
     taus_of = (Column("KL of the target's logits", ".4f"), Column("tau", ".4f"))
-    columns = (*sizes, *taus_of, *(Column(name, "+.2f") for name in ("difference, %", "95 % from", "to")))
+    columns = (*facts, *taus_of, *(Column(name, "+.2f") for name in ("difference, %", "95 % from", "to")))
     return Table("Bytes per token against tau", columns, tuple(rows))
 
 

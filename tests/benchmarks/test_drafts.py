@@ -64,6 +64,8 @@ def test_paired_drafts_differ_by_their_states_alone_and_are_trained_once(store, 
     assert [row[0] for row in costs.rows] == ["store", "copy", "rough"]
     assert same[3:6] == (0.0, exact[4], 0.0)
     assert fp8[4] != exact[4]
+    schema = open_cache(store).schema
+    assert fp8[1] == schema.num_layers * (schema.hidden_size + 4) + 5  # the last layer is the last hidden state
     assert places.rows[0][1:] == places.rows[1][1:] != places.rows[2][1:]
     assert set(errors.rows[0][1:]) == {0.0}
     assert np.array(errors.rows[1][1:], float) == pytest.approx(0.024, abs=0.012)  # three mantissa bits
