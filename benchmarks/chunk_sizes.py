@@ -174,10 +174,11 @@ class _Bar:
     """Shows how far a long step is."""
 
     def __init__(self) -> None:
-        self._bar = tqdm(mininterval=5, leave=False)
+        self._bar, self._what = tqdm(mininterval=5, leave=False, disable=None), ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._bar.desc:
+        if what != self._what:
+            self._what = what
             self._bar.reset(total)
             self._bar.set_description_str(what)
         self._bar.update(done - self._bar.n)

@@ -42,12 +42,9 @@ type ShowProgress = Callable[[str, int, str, int], Progress]
 _show: ShowProgress = Unseen
 
 
-def start_progress(what: str, total: int, unit: str, done: int = 0, *, hidden: bool = False) -> Progress:
-    """Return the progress of work of ``total`` units, of which ``done`` were done before.
-
-    ``hidden`` shows nothing: for all but one of several ranks that would show the same.
-    """
-    return Unseen() if hidden else _show(what, total, unit, done)
+def start_progress(what: str, total: int, unit: str, done: int = 0) -> Progress:
+    """Return the progress of work of ``total`` units, of which ``done`` were done before."""
+    return _show(what, total, unit, done)
 
 
 @contextmanager

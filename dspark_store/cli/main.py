@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from dspark_store.cli.options import INTERRUPTED, TERMINATED, OneLineParser, exit_code_of, leads
-from dspark_store.cli.terminal import Bar
-from dspark_store.progress import progress_shown_by
+from dspark_store.cli.terminal import show_progress
+from dspark_store.progress import Unseen, progress_shown_by
 from dspark_store.text import foreseen, one_line, say, say_error
 
 _log = logging.getLogger(__name__)
@@ -68,13 +68,13 @@ COMMANDS = {entry.name: entry for entry in _ENTRIES}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code, one of `options.EXIT_CODES`; errors are told in one line on stderr."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = _own_words() if arguments is None else list(arguments)
     entry = COMMANDS.get(words[0]) if words else None
     kept = entry.when_interrupted if entry else ""
     given = argparse.Namespace()
     try:
         given = _parser(words).parse_args(words)
-        with progress_shown_by(Bar):
+        with progress_shown_by(show_progress if leads() else Unseen):
             return COMMANDS[given.command].load().run(given)
     except KeyboardInterrupt:
         if leads():
@@ -93,7 +93,7 @@ def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
     """Return `main` for one command, whose arguments it is given, or takes from the process."""
 
     def run(arguments: Sequence[str] | None = None) -> int:
-        return main([name, *(sys.argv[1:] if arguments is None else arguments)])
+        return main([name, *(_own_words() if arguments is None else arguments)])
 
     return run
 
@@ -110,6 +110,14 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _own_words() -> list[str]:
+    """Return the words that the process was given; libraries draw no bars into its log, nor from another rank."""
+    if not (leads() and sys.stderr.isatty()):
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # the second is transformers' too
+            os.environ.setdefault(name, "1")
+    return sys.argv[1:]
 
 
 def _tell(error: Exception, given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What commands print on a terminal: colours, lines that fit, tokens and what of them is supervised, and a bar."""
+"""What commands print on a terminal: colours, lines that fit, tokens and what of them is supervised, and progress."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Self, TextIO
 
 import numpy as np
-from tqdm import tqdm
 
-from dspark_store.text import visible
+from dspark_store.progress import Progress
+from dspark_store.text import say, size_text, time_text, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ _CODES: dict[Colour, str] = {"red": "31", "green": "32", "yellow": "33", "bold":
 MARKS = ("⟦", "⟧")
 MARKS_NOTE = f"supervised tokens stand in {MARKS[0]}{MARKS[1]}"
 _WIDEST = 100
-_NOTE_SECONDS = 0.2
+_NOTE_SECONDS, _LINE_SECONDS, _LINE_SHARE = 0.2, 30.0, 0.05
 
 
 class Colours:
@@ -69,34 +69,93 @@ def masked_text(ids: np.ndarray, mask: np.ndarray, decode: Decode, colours: Colo
     return "".join(parts)
 
 
-class Bar:
-    """A bar over ``total`` units of work; on a terminal it redraws, in a log it prints a line now and then."""
+def show_progress(what: str, total: int, unit: str, done: int = 0) -> Progress:
+    """Show work of ``total`` units: by a bar on a terminal, by lines in a file or a pipe."""
+    return (Bar if sys.stderr.isatty() else Lines)(what, total, unit, done)
+
+
+def rate_text(rate: float, unit: str) -> str:
+    """Return units per second as people read them, or seconds per unit where they are less than one."""
+    if unit == "B":
+        return f"{size_text(rate)}/s"
+    if 0 < rate < 1:
+        return f"{1 / rate:,.1f} s per {unit.removesuffix('s')}"
+    return f"{rate:,.{0 if rate >= 10 else 1}f} {unit}/s"
+
+
+class Lines:
+    """Progress as lines: time, share, rate and time left, at each 5 % or 30 s, and at the end."""
 
     def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
-        terminal = sys.stderr.isatty()
-        self._noted = 0.0
+        self._what, self._total, self._unit = what, total, unit
+        self._before = self._done = self._told = done
+        self._started = self._last = time.monotonic()
+        self._note: Callable[[], str] = str
+
+    def advance(self, units: int, note: str = "") -> None:
+        """Count ``units`` more as done, and show ``note`` behind them."""
+        self.reach(self._done + units, (lambda: note) if note else self._note)
+
+    def reach(self, units: int, note: Callable[[], str]) -> None:
+        """Show that ``units`` are done in all, and ``note`` behind them, where a line is due."""
+        self._done, self._note = units, note
+        waited, share = time.monotonic() - self._last, (units - self._told) / max(1, self._total)
+        if waited >= _LINE_SECONDS or (waited >= 1 and share >= _LINE_SHARE):
+            self._tell()
+
+    def _tell(self) -> None:
+        self._last, self._told = time.monotonic(), self._done
+        seconds, new = self._last - self._started, self._done - self._before
+        rate = new / max(seconds, 1e-3)
+        left = f"{time_text((self._total - self._done) / rate)} left" if rate else "time left unknown"
+        end = f"in {time_text(seconds)}" if self._done >= self._total else left
+        done, total = (size_text(count) if self._unit == "B" else f"{count:,}" for count in (self._done, self._total))
+        units = "" if self._unit == "B" else f" {self._unit}"
+        told = (
+            f"{self._done / max(1, self._total):.0%} ({done} of {total}{units}), {rate_text(rate, self._unit)}, {end}"
+        )
+        note = self._note()
+        say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._what}: {told}{f'; {note}' if note else ''}", out=sys.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._done != self._told:
+            self._tell()
+
+
+class Bar:
+    """A bar over ``total`` units of work, for a terminal."""
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
+        from tqdm import tqdm  # which reads the environment that `main` sets, once
+
+        self._unit, self._before, self._note = unit, done, ""
+        self._started, self._noted = time.monotonic(), 0.0
         self._bar = tqdm(
             total=total,
             initial=done,
             desc=what,
-            unit=f" {unit}",
             unit_scale=True,
             file=sys.stderr,
-            mininterval=0.2 if terminal else 20.0,
-            dynamic_ncols=terminal,
+            mininterval=0.2,
+            dynamic_ncols=True,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 
     def advance(self, units: int, note: str = "") -> None:
         """Count ``units`` more as done, and show ``note`` behind the bar."""
-        if note:
-            self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update(units)
+        self._note = note or self._note
+        self.reach(int(self._bar.n) + units, lambda: self._note)
 
     def reach(self, units: int, note: Callable[[], str]) -> None:
         """Show that ``units`` are done in all, and ``note`` behind the bar, a few times a second."""
-        if time.monotonic() - self._noted >= _NOTE_SECONDS:
-            self._noted = time.monotonic()
-            self._bar.set_postfix_str(note(), refresh=False)
+        now = time.monotonic()
+        if now - self._noted >= _NOTE_SECONDS:
+            self._noted = now
+            rate = (units - self._before) / max(now - self._started, 1e-3)
+            self._bar.set_postfix_str(", ".join(filter(None, (rate_text(rate, self._unit), note()))), refresh=False)
         self._bar.update(units - self._bar.n)
 
     def __enter__(self) -> Self:

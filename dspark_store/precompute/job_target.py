@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from dspark_store.precompute.crew import ControlGroups, open_control_groups
 from dspark_store.precompute.ranks import World
@@ -152,8 +151,6 @@ class JobTarget:
         """
         if self._loaded is None:
             _log.info("loading the target %s", self.config.target_model)
-            if not self.world.leads:
-                transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
             try:
                 self._loaded = self._load()
             except ValueError as error:

@@ -152,9 +152,7 @@ class Training:
             if learner.step < self.total:
                 if learner.step == 0 and self.config.validate_every:  # what the draft is worth before it learns
                     self.validate()
-                with start_progress(
-                    "train", self.total, "steps", learner.step, hidden=not self.ranks.leads
-                ) as progress:
+                with start_progress("train", self.total, "steps", learner.step) as progress:
                     while learner.step < self.total:
                         self._epoch(progress)
                 figures = self.validate()

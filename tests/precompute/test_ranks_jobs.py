@@ -103,6 +103,8 @@ def test_torchrun_runs_the_same_command(jobs, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "captured 2,030 tokens of 6 shards" in done.stdout
+    assert done.stderr.count(" capture: 100% (2,030 of 2,030 tokens), ") == 1
+    assert "%|" not in done.stderr
     jobs.assert_equals_whole(tmp_path / "store")
     refused = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert refused.returncode != 0

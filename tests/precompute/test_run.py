@@ -160,6 +160,9 @@ def test_the_command_runs_from_a_shell_with_a_yaml_file(store, llama, chats, tmp
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=_environment(root))
     assert finished.returncode == 0, finished.stderr
     assert "open_cache('stores/new')" in finished.stdout
+    assert "\r" not in finished.stderr
+    assert "%|" not in finished.stderr  # no bar, of the libraries neither
+    assert " capture: 100% (" in finished.stderr
     assert contents(tmp_path / "stores" / "new") == contents(store)
 
 

@@ -263,6 +263,8 @@ def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(store, tmp
     words = flags(tmp_path / "two", *more, "--batch-size", 1)
     done = run_python(*TWO_RANKS, "-m", "dspark_store.train", *words)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "\r" not in done.stderr
+    assert done.stderr.count(" train: 100% (2 of 2 steps), ") == 1  # of one rank
     for kind in ("train", "validation"):
         pairs = list(zip(metrics(alone, kind), metrics(tmp_path / "two", kind), strict=True))
         assert pairs
