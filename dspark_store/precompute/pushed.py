@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import TracebackType
@@ -251,7 +251,8 @@ class StoreWriter:
         for commit in list(self._commits):
             if wait or commit.done():
                 commit.result()
-                self._commits.remove(commit)
+                with suppress(ValueError):  # several threads may find it at once
+                    self._commits.remove(commit)
 
     def _commit(self, shard: _OpenShard) -> None:
         try:

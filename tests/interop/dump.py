@@ -105,7 +105,7 @@ def main(implementation: str, out: str, *stores: str) -> None:
     with warnings.catch_warnings(action="error"):
         for store in map(Path, stores):
             arrays: dict[str, Any] = READERS[implementation](store)
-            np.savez(Path(out, f"{store.name}.npz"), allow_pickle=False, **arrays)
+            np.savez(Path(out, f"{store.name}.npz"), **arrays)
     if "dspark_store" in sys.modules:
         raise SystemExit("the package under test was imported")
 
