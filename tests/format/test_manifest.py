@@ -192,7 +192,7 @@ def test_a_store_of_codes_is_of_version_2_and_read_back_as_it_was():
 
 @pytest.mark.parametrize("features", [["int8", "buckets"], ["\n" * 99], [7], {"int8": 1}, "int8", 3, None])
 def test_a_feature_that_is_not_known_is_refused_by_name(features):
-    with pytest.raises(ValueError, match=r"has the feature|features") as refusal:
+    with pytest.raises(ValueError, match="has the feature ") as refusal:
         parse_record({**CODED.attributes(), "features": features}, "here")
     assert "buckets" in str(refusal.value) or "buckets" not in str(features)
 
