@@ -253,8 +253,9 @@ def capture_shards(context: CaptureContext, crew: Crew, events: CaptureEvents) -
                     if shard.captured:
                         if commits.busy:
                             shard.store()
+                        commits.wait()  # two shards are under way at most, this one and the next
                         following: ShardCapture | None = None
-                        try:  # its tokens are read while the encoders leave a core, or a commit lasts all the same
+                        try:  # its tokens are read before the encoders have this shard's last batches
                             number = crew.next_shard()
                             following = None if number is None else ShardCapture(context, number)
                         finally:
@@ -282,8 +283,7 @@ class _Commits:
         self._last: Future[None] | None = None
 
     def begin(self, shard: ShardCapture) -> None:
-        """Wait until the shard before is committed, then begin with this one."""
-        self.wait()
+        """Begin to commit a shard; the one before has been waited for."""
         self._shard = shard
         self._last = self._thread.submit(self._commit, shard)
 

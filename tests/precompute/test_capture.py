@@ -26,6 +26,18 @@ LENGTHS = (7, 3, 5, 2) * 4
 """Four shards of two batches each."""
 
 
+class TakingCrew(Crew):
+    """A crew that tells before it takes a shard."""
+
+    def __init__(self, *arguments, taking):
+        super().__init__(*arguments)
+        self._taking = taking
+
+    def next_shard(self):
+        self._taking()
+        return super().next_shard()
+
+
 @dataclass
 class Capture:
     """A capture whose steps tests follow: ``told`` has forwards by number and commits by tokens, in order.
@@ -36,6 +48,8 @@ class Capture:
     storage: LocalStorage
     plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(1))
     told: list[object] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    """Commits that were done when each shard was taken."""
     on_forward: Callable[[int], object] | None = None
     on_commit: Callable[[], object] | None = None
 
@@ -50,8 +64,11 @@ class Capture:
             copies = HostCopies(CPU, torch.bfloat16)
             context = CaptureContext(self.storage, record, self.forward, settings, objects, pipeline, copies, Profile())
             world = World(0, self.plan.world_size, 0, Keys(), watch)
-            crew = Crew(world, self.plan, ControlGroups(None, None), record.schema, range(4))
+            crew = TakingCrew(world, self.plan, ControlGroups(None, None), record.schema, range(4), taking=self.taking)
             capture_shards(context, crew, CaptureEvents(self.told_nothing, self.committed, self.commits, lambda: None))
+
+    def taking(self):
+        self.taken.append(self.told.count("committed"))
 
     def forward(self, ids, attention):
         number = sum(isinstance(event, int) for event in self.told)
@@ -113,6 +130,8 @@ def test_no_third_shard_is_begun_before_the_first_is_committed(capture, reached)
     capture.on_commit = lambda: begun_too_early.append("committed" not in capture.told and reached[4].wait(0.2))
     capture.run()
     assert not any(begun_too_early)
+    assert capture.taken[:2] == [0, 0]
+    assert capture.taken[2] >= 1  # not even its tokens are read before
     assert capture.told.index("committed") < capture.told.index(4)
 
 
