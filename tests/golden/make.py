@@ -78,7 +78,7 @@ GOLDEN = (
 )
 
 
-def contents(store: BuiltStore) -> dict[str, np.ndarray]:
+def contents(store: BuiltStore) -> dict[str, Any]:
     """Return what a store holds, states as bits: rows one behind the other, without padding."""
     samples = store.samples
     return {
