@@ -41,6 +41,7 @@ SMALL_TRAINING = [
 ]
 MARKS = {
     "README.md": 1,
+    "docs/benchmarks.md": 1,
     "docs/chunk_sizes.md": 1,
     "docs/commands/verify.md": 1,
     "docs/index.md": 1,
