@@ -96,8 +96,9 @@ def quantise(states: torch.Tensor, scale: LayerScale) -> tuple[torch.Tensor, int
     finite = torch.maximum(ordinary, high) < _TOO_LARGE
     wide = torch.maximum(exponents, least).clamp_(_LEAST_EXPONENT, _MOST_EXPONENT)
     factors = _powers(torch.float32)[128 - wide, None]
-    for block in _blocks(values):
-        codes[block, :width] = values[block].float().mul_(factors[block]).round_()
+    parts = (each.split(_block_tokens(values)) for each in (codes[:, :width], values, factors))
+    for part, stored, factor in zip(*parts, strict=True):
+        part.copy_(stored.float().mul_(factor).round_())
     counts = picked.float().mul_(factors).round_()
     upper = ((counts + 127.0) / 255.0).floor_()
     codes[:, channels] = (counts - 255.0 * upper).to(torch.int8)
@@ -112,20 +113,23 @@ def _exponents(values: torch.Tensor, offset: int, channels: torch.Tensor) -> tup
     """Return the exponent of each token's step before it is widened, and the bits of its largest ordinary magnitude."""
     import torch
 
-    sums, counts, largest = (torch.empty(len(values), dtype=torch.int32) for _ in range(3))
-    for block in _blocks(values):
-        bits = values[block].view(torch.int16) & _MAGNITUDE
-        counts[block] = values.shape[1] if bits.amin() else bits.count_nonzero(-1).int()  # few tokens have a zero
-        sums[block] = (bits >> 7).float().sum(-1).int()  # exact: whole numbers below 2^24
-        largest[block] = bits.index_fill_(1, channels, 0).amax(-1).int()
-    counts = 16 * counts.clamp_(min=1)
-    mean = torch.div(16 * sums + offset * (counts >> 4), counts, rounding_mode="floor") - 127
-    return mean.clamp_(_LEAST_EXPONENT, _MOST_EXPONENT), largest
+    step, words = _block_tokens(values), values.view(torch.int16)
+    sums, (largest, least) = torch.empty(len(words)), torch.empty((2, len(words)), dtype=torch.int16)
+    for part, total, most, fewest in zip(*(each.split(step) for each in (words, sums, largest, least)), strict=True):
+        bits = part & _MAGNITUDE
+        torch.amin(bits, -1, out=fewest)
+        torch.sum((bits >> 7).float(), -1, out=total)  # exact: whole numbers below 2^24
+        torch.amax(bits.index_fill_(1, channels, 0), -1, out=most)
+    counts = torch.full((len(words),), values.shape[1], dtype=torch.int32)
+    zeros = least == 0
+    if bool(zeros.any()):  # of few tokens
+        counts[zeros] = (words[zeros] & _MAGNITUDE).count_nonzero(-1).int().clamp_(min=1)
+    mean = torch.div(16 * sums.int() + offset * counts, 16 * counts, rounding_mode="floor") - 127
+    return mean.clamp_(_LEAST_EXPONENT, _MOST_EXPONENT), largest.int()
 
 
-def _blocks(values: torch.Tensor) -> list[slice]:
-    step = max(1, _BLOCK_VALUES // values.shape[1])
-    return [slice(begin, begin + step) for begin in range(0, len(values), step)]
+def _block_tokens(values: torch.Tensor) -> int:
+    return max(1, _BLOCK_VALUES // values.shape[-1])
 
 
 @lru_cache(maxsize=8)
@@ -166,8 +170,9 @@ def dequantise(codes: torch.Tensor, channels: Sequence[int], out: torch.Tensor) 
     width, where = out.shape[-1], torch.tensor(channels, device=out.device)
     factors = _powers(out.dtype, out.device)[127 - codes[..., -1:].int()]
     counts = codes.index_select(-1, where).float() + 255.0 * codes[..., width:-1].float()
-    for block in _blocks(out) if out.ndim == 2 and out.device.type == "cpu" else [slice(None)]:
-        out[block].copy_(codes[block, ..., :width]).mul_(factors[block])
+    step = _block_tokens(out) if out.ndim == 2 and out.device.type == "cpu" else max(1, len(out))
+    for part, counted, factor in zip(*(each.split(step) for each in (out, codes[..., :width], factors)), strict=True):
+        part.copy_(counted).mul_(factor)
     out[..., where] = counts.to(out.dtype).mul_(factors)
 
 
