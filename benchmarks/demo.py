@@ -76,7 +76,7 @@ def _check(cache: Cache, model: str, store: Path) -> int:
     print(
         f"""
 Done. Train from it:   batch = dspark_store.open_cache({str(store)!r}).read([0, 1, 2, 3])
-Your own data:         python -m dspark_store.precompute --target-model MODEL --input-data CHATS.jsonl --output-dir DIR
+Your own data:         dspark-store precompute --target-model MODEL --input-data CHATS.jsonl --output-dir DIR
 How much it will be:   ... --estimate
 """
     )

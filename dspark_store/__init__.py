@@ -1,6 +1,6 @@
 """dspark-store: a columnar store, on Zarr v3, for what a frozen language model computes over a corpus.
 
-`open_cache` reads a store, ``python -m dspark_store.precompute`` writes one. The other names are those of NeMo
+`open_cache` reads a store, ``dspark-store precompute`` writes one. The other names are those of NeMo
 Automodel's DSpark offline cache, so that a script written for it runs with its import line changed.
 """
 

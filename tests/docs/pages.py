@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 RUN_LANGUAGES = ("bash", "python", "yaml", "toml")
 """Whatever is meant to be pasted is in one of these; outputs are `text`, or in none."""
 _BLOCK = re.compile(
-    r"^(?:\*Not run by the tests: (?P<reason>[^*]+)\.\*\n\n)?```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$",
+    r"^(?:<!-- not run by the tests: (?P<reason>[^>]+) -->\n)?```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 

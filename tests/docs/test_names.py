@@ -36,7 +36,7 @@ def test_every_flag_is_one_of_a_command(page):
     known = {name.replace("_", "-") for name in settings()} | OTHER_FLAGS | GONE | command_flags()
     known |= {name.replace("_", "-") for name in settings_of(TrainConfig)}
     known |= {option[2:].replace("_", "-") for action in get_args_parser()._actions for option in action.option_strings}
-    for module in re.findall(r"python -m (benchmarks\.\w+|dspark_store\.evaluate)", text):
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
         for place in (ROOT.joinpath(*module.split(".")).with_suffix(".py"), ROOT / "benchmarks" / "flags.py"):
             known |= set(re.findall(r'"--([a-z0-9-]+)"', place.read_text(encoding="utf-8")))
     assert set(re.findall(r"(?<![\w`-])`?--([a-z][a-z0-9-]*[a-z0-9])", text)) - known == set()

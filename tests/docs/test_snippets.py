@@ -1,4 +1,4 @@
-"""Every block that can be pasted is run, or says visibly that it is not, and why.
+"""Every block that can be pasted is run, or a comment before it says that it is not, and why.
 
 The target that a command names is replaced by a tiny one, a training by one step. Every shell block runs in a fresh
 directory with the chats, the YAML files of the pages and, for the pages of the commands, a store.
@@ -17,11 +17,8 @@ from torch.distributed.run import get_args_parser
 
 from dspark_store.cli.main import main as dspark_store_command
 from dspark_store.cli.precompute import parse_arguments
-from dspark_store.evaluate import main as evaluate
-from dspark_store.precompute.__main__ import main as precompute
 from dspark_store.sources.megatron.builder import PairBuilder
 from dspark_store.target.parallel import ParallelPlan
-from dspark_store.train import main as train
 from tests.docs.pages import PAGES, RUN_LANGUAGES, all_blocks, blocks, name_of
 from tests.processes import ROOT
 from tests.tiny import HIDDEN_SIZE, save_target_dir, tiny_qwen3, write_chats
@@ -54,8 +51,20 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 IN_ORDER = {"README.md", name_of(TUTORIAL)}
 """Pages whose commands build on each other."""
 RUN = [block for block in all_blocks("bash") if not block.reason and block.page not in IN_ORDER]
+
+
+def precompute_words(words):
+    """Return the arguments of a precompute, in either way to write it; None for another command."""
+    if words[:2] == ["dspark-store", "precompute"]:
+        return words[2:]
+    return words[words.index(PRECOMPUTE) + 1 :] if PRECOMPUTE in words else None
+
+
 RANKED = [
-    (block, command.words) for block in all_blocks("bash") for command in block.commands if PRECOMPUTE in command.words
+    (block, command.words)
+    for block in all_blocks("bash")
+    for command in block.commands
+    if precompute_words(command.words) is not None
 ]
 
 
@@ -92,12 +101,12 @@ def with_tiny_target(words):
 
 def run(words):
     """Run a command in this process; return its exit code."""
-    if words[:3] == ["python", "-m", PRECOMPUTE]:
-        return precompute([*words[3:], "--target-model", "target", "--device", "cpu"])
-    if words[:3] == ["python", "-m", "dspark_store.train"]:
-        return train([*words[3:], *SMALL_TRAINING])
-    if words[:3] == ["python", "-m", "dspark_store.evaluate"]:
-        return evaluate([*with_tiny_target(words[3:]), "--samples", "1", "--max-new-tokens", "4"])
+    if precompute_words(words) is not None:
+        words = [*words, "--target-model", "target", "--device", "cpu"]
+    if words[:2] == ["dspark-store", "train"]:
+        words = [*words, *SMALL_TRAINING]
+    if words[:2] == ["dspark-store", "evaluate"]:
+        words = [*words, "--samples", "1", "--max-new-tokens", "4"]
     assert words[0] == "dspark-store", f"{words} can be neither run here nor left unmarked"
     if words[1] == "estimate" and "--target-model" not in words and "--store" not in words:  # from its YAML
         words = [*words, "--target-model", "target"]
@@ -152,7 +161,7 @@ def test_the_commands_run(block, stage, with_store, tmp_path, capsys):
 @pytest.mark.parametrize(("block", "words"), RANKED, ids=[f"{block} {' '.join(words[-4:])}" for block, words in RANKED])
 def test_every_precompute_command_is_understood_and_shares_out_its_ranks(block, words, stage):
     with contextlib.chdir(stage):
-        config = parse_arguments(words[words.index(PRECOMPUTE) + 1 :])
+        config = parse_arguments(precompute_words(words))
     config.check()
     ranks = 1
     if "torchrun" in words:
@@ -189,7 +198,7 @@ def python_stage(with_store):
     with contextlib.chdir(with_store):
         write_chats("more.jsonl", 8, seed=1)
         data = '[{"source": "chats.jsonl"}, {"source": "more.jsonl", "name": "code"}]'
-        assert run(["python", "-m", PRECOMPUTE, "--input-data", data, "--output-dir", "blended"]) == 0
+        assert run(["dspark-store", "precompute", "--input-data", data, "--output-dir", "blended"]) == 0
         with PairBuilder("corpus/books") as books:
             books.add_document([7])
     return with_store
