@@ -96,7 +96,7 @@ def quantise(states: torch.Tensor, scale: LayerScale) -> tuple[torch.Tensor, int
     finite = torch.maximum(ordinary, high) < _TOO_LARGE
     wide = torch.maximum(exponents, least).clamp_(_LEAST_EXPONENT, _MOST_EXPONENT)
     factors = _powers(torch.float32)[128 - wide, None]
-    parts = (each.split(_block_tokens(values)) for each in (codes[:, :width], values, factors))
+    parts = (torch.split(each, _block_tokens(values)) for each in (codes[:, :width], values, factors))
     for part, stored, factor in zip(*parts, strict=True):
         part.copy_(stored.float().mul_(factor).round_())
     counts = picked.float().mul_(factors).round_()
@@ -115,7 +115,9 @@ def _exponents(values: torch.Tensor, offset: int, channels: torch.Tensor) -> tup
 
     step, words = _block_tokens(values), values.view(torch.int16)
     sums, (largest, least) = torch.empty(len(words)), torch.empty((2, len(words)), dtype=torch.int16)
-    for part, total, most, fewest in zip(*(each.split(step) for each in (words, sums, largest, least)), strict=True):
+    for part, total, most, fewest in zip(
+        *(torch.split(each, step) for each in (words, sums, largest, least)), strict=True
+    ):
         bits = part & _MAGNITUDE
         torch.amin(bits, -1, out=fewest)
         torch.sum((bits >> 7).float(), -1, out=total)  # exact: whole numbers below 2^24
@@ -171,7 +173,9 @@ def dequantise(codes: torch.Tensor, channels: Sequence[int], out: torch.Tensor) 
     factors = _powers(out.dtype, out.device)[127 - codes[..., -1:].int()]
     counts = codes.index_select(-1, where).float() + 255.0 * codes[..., width:-1].float()
     step = _block_tokens(out) if out.ndim == 2 and out.device.type == "cpu" else max(1, len(out))
-    for part, counted, factor in zip(*(each.split(step) for each in (out, codes[..., :width], factors)), strict=True):
+    for part, counted, factor in zip(
+        *(torch.split(each, step) for each in (out, codes[..., :width], factors)), strict=True
+    ):
         part.copy_(counted).mul_(factor)
     out[..., where] = counts.to(out.dtype).mul_(factors)
 

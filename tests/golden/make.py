@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Golden:
             spoiled=2,
             fields=fields,
         )
-        np.savez(directory / f"{self.name}.npz", **cast("dict[str, Any]", contents(store)))
+        np.savez(directory / f"{self.name}.npz", **contents(store))
         facts = {"manifest": store.record.manifest, "store_id": store.record.store_id, "status": [0, 0, 1]}
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=True)
         (directory / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
