@@ -41,10 +41,11 @@ class Entry:
     name: str
     purpose: str
     when_interrupted: str = ""
+    module: str = ""  # where it is not the name, which may be a word of Python's
 
     def load(self) -> Command:
         """Import the command."""
-        return cast(Command, import_module(f"dspark_store.cli.{self.name}"))
+        return cast(Command, import_module(f"dspark_store.cli.{self.module or self.name}"))
 
 
 _ENTRIES = (
@@ -59,6 +60,7 @@ _ENTRIES = (
     Entry("estimate", "tell how large a store will be, and how long it takes"),
     Entry("diff", "compare two stores: identity, samples, states, weights"),
     Entry("rechunk", "copy a store under other settings, verified"),
+    Entry("import", "turn a cache of another project into a store", "what is committed stays", "import_cache"),
     Entry("tokens", "show what a target would be run over, or a report of it"),
     Entry("plot", "draw how trainings went: loss, tokens per step, acceptance"),
     Entry("generate", "let a target answer prompts: chats in its own words"),

@@ -40,6 +40,7 @@ MARKS = {
     "README.md": 1,
     "docs/benchmarks.md": 1,
     "docs/chunk_sizes.md": 1,
+    "docs/commands/import.md": 1,
     "docs/commands/verify.md": 1,
     "docs/index.md": 1,
     "docs/precompute.md": 5,

@@ -64,7 +64,8 @@ class Golden:
             spoiled=2,
             fields=fields,
         )
-        np.savez(directory / f"{self.name}.npz", **contents(store))
+        arrays: dict[str, Any] = {**contents(store)}  # numpy 2.0 has no option allow_pickle, and would store it
+        np.savez(directory / f"{self.name}.npz", **arrays)
         facts = {"manifest": store.record.manifest, "store_id": store.record.store_id, "status": [0, 0, 1]}
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=True)
         (directory / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
