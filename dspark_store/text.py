@@ -60,7 +60,7 @@ def one_line(error: BaseException) -> str:
     """Return an error's message in one line, after the name of its kind where it has none or was not foreseen."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    text = " ".join(str(error).split())
+    text = re.sub(r"^\[Errno \d+\] ", "", " ".join(str(error).split()))
     return text if foreseen(error) and text else f"{type(error).__name__}: {text or 'no reason given'}"
 
 

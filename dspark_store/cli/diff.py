@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, metavar="N", help="compare the states of N samples, taken at random, and not of all"
     )
     parser.add_argument("--layers", type=int, nargs="+", metavar="ID", help="layers to compare; all that both have")
-    parser.add_argument("--threads", type=int, help="threads that compare shards; one a core by default")
+    parser.add_argument("--threads", type=int, help="threads that compare shards; one per core by default")
     parser.add_argument("--json", action="store_true", help="print the whole answer as JSON")
 
 

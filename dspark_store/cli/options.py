@@ -97,7 +97,7 @@ def setting_values(given: argparse.Namespace, known: Mapping[str, dataclasses.Fi
 
 def add_worker_arguments(parser: argparse.ArgumentParser, do: str) -> None:
     """Add ``--threads`` and ``--scheduler``; ``do`` says what the workers do, as in "that read"."""
-    parser.add_argument("--threads", type=int, help=f"threads {do}; by default one a core")
+    parser.add_argument("--threads", type=int, help=f"threads {do}; by default one per core")
     parser.add_argument(
         "--scheduler",
         help=f"address of a dask scheduler (tcp://host:8786): workers of its cluster {do}, and see the same paths",

@@ -31,7 +31,7 @@ from dspark_store.format.schema import (
     group_document,
     metadata_bytes,
 )
-from dspark_store.format.storage import DOCUMENT_BYTES, Storage
+from dspark_store.format.storage import DOCUMENT_BYTES, LocalStorage, Storage
 
 ROOT_KEY = "zarr.json"
 COPY_KEY = "ledger/states/root.json"
@@ -240,6 +240,12 @@ def sealed_nodes(
     return None
 
 
+def no_store(storage: Storage) -> str:
+    """Say that a storage holds no store, or that it is not there at all."""
+    missing = isinstance(storage, LocalStorage) and not storage.root.exists()
+    return f"there is no directory {storage}" if missing else f"{storage} holds no dspark-store"
+
+
 def has_store(storage: Storage) -> bool:
     """Tell whether the storage holds a store, finished or not."""
     return storage.exists(ROOT_KEY)
@@ -251,7 +257,7 @@ def _root_attributes(storage: Storage) -> Mapping[str, JsonValue]:
     except DamagedStoreError as error:
         if storage.exists(ROOT_KEY) or storage.exists(COPY_KEY):
             raise
-        raise FileNotFoundError(f"manifest not found: {storage} holds no dspark-store (no zarr.json)") from error
+        raise FileNotFoundError(f"manifest not found: {no_store(storage)} (no zarr.json)") from error
     attributes = document.get("attributes")
     record = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
     if not isinstance(record, dict):

@@ -56,10 +56,10 @@ class PrecomputeConfig(ChatOptions):
     seq_length: int = setting(
         "data", "S, the most tokens a sample has; longer conversations are truncated", 2048, least=1
     )
-    batch_size: int = setting("target", "samples per forward", 4, least=1)
+    batch_size: int = setting("target", "B, the samples per forward pass", 4, least=1)
     batch_tokens: int | None = setting(
         "target",
-        "instead of --batch-size: most tokens per forward, padding included; a longer sample runs alone",
+        "instead of --batch-size: most tokens per forward pass, padding included; a longer sample runs alone",
         None,
         metavar="N",
         least=1,
@@ -102,7 +102,7 @@ class PrecomputeConfig(ChatOptions):
         "target", "accepted for compatibility: every target loads through transformers", False
     )
     trust_remote_code: bool = setting("target", "let the target's repository run its own code", False)
-    resume: bool = setting("recovery", "go on with the store in --output-dir, doing the shards it lacks", False)
+    resume: bool = setting("recovery", "capture only the missing shards of the store in --output-dir", False)
     target_attn_implementation: str | None = setting("target", "attention of the target: eager, sdpa, ...", None)
     log_level: str = setting("advanced", "least level of log messages", "INFO", choices=_LOG_LEVELS)
     compute_dtype: str = setting(
@@ -112,12 +112,12 @@ class PrecomputeConfig(ChatOptions):
         choices=("auto", *CACHE_DTYPES),
     )
     codec: str = setting("store", "how states are compressed", "default", choices=CODEC_PRESETS)
-    chunk_tokens: int = setting("store", "tokens a chunk; 0 chooses by hidden size and codec", 0, least=0)
+    chunk_tokens: int = setting("store", "tokens per chunk; 0 chooses by hidden size and codec", 0, least=0)
     max_samples: int | None = setting("data", "take at most this many rows, after shuffle and split", None, least=1)
     on_nonfinite: str = setting(
         "store", "mark samples whose states are not finite in the cache dtype, or stop", "mark", choices=_NONFINITE
     )
-    encode_threads: int = setting("advanced", "threads that compress; 0 is one a core, at most 8", 0, least=0)
+    encode_threads: int = setting("advanced", "threads that compress; 0 is one per core, at most 8", 0, least=0)
     write_buffer_bytes: int = setting(
         "advanced", "bytes of states that may wait for the encoders", 512 * 1024 * 1024, least=1
     )

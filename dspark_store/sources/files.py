@@ -190,7 +190,7 @@ def _open_file(path: Path, columns: Mapping[str, str], text_column: str | None) 
 def _content(path: Path, spool: Spool | None) -> bytes:
     size = path.stat().st_size if spool is None else os.fstat(spool.file.fileno()).st_size
     if size > LARGEST_DOCUMENT:
-        raise SourceError(f"{path} is one JSON document of {size:,} bytes; write one row a line and name it .jsonl")
+        raise SourceError(f"{path} is one JSON document of {size:,} bytes; write one row per line and name it .jsonl")
     return path.read_bytes() if spool is None else spool.file.read()
 
 

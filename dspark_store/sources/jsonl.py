@@ -154,7 +154,7 @@ class JsonRows(Rows):
             document = parse_json(content, limit=None) if content.strip() else []
         except SourceError as error:
             raise SourceError(
-                f"{path}: {error}; expected one JSON document (a file with one JSON object a line is named .jsonl)"
+                f"{path}: {error}; expected one JSON document (a file with one JSON object per line is named .jsonl)"
             ) from error
         rows = document if isinstance(document, list) else [document]
         try:

@@ -64,6 +64,7 @@ def _figure(trainings: Sequence[Curves]) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
     *by_step, by_slot = figure.subplots(1, len(_PANELS) + 1)
     by_step[0].set_yscale("log")  # an untrained draft's loss would flatten all the others
+    by_step[0].set_ylabel("logarithmic")
     by_step[0].yaxis.set_major_formatter("{x:g}")
     by_step[0].yaxis.set_minor_formatter("{x:g}")
     for (name, title), axes in zip(_PANELS.items(), by_step, strict=True):

@@ -78,8 +78,12 @@ def test_no_store_is_a_manifest_not_found(tmp_path):
     storage = LocalStorage(tmp_path / "nothing")
     assert not has_store(storage)
     for read in (read_metadata, read_record):
-        with pytest.raises(FileNotFoundError, match=r"manifest not found: .*nothing.* \(no zarr.json\)"):
+        with pytest.raises(
+            FileNotFoundError, match=r"manifest not found: there is no directory .*nothing \(no zarr.json\)"
+        ):
             read(storage)
+        with pytest.raises(FileNotFoundError, match=r"not found: .* holds no dspark-store \(no zarr.json\)"):
+            read(LocalStorage(tmp_path))
 
 
 def test_a_foreign_group_is_a_manifest_not_found(tmp_path):

@@ -129,7 +129,7 @@ def test_an_error_that_a_lost_peer_may_have_caused_waits_for_the_failure_that_di
     ("error", "line"),
     [
         (ValueError("two\n  lines"), "two lines"),
-        (OSError(28, "No space left on device", "a"), "[Errno 28] No space left on device: 'a'"),
+        (OSError(28, "No space left on device", "a"), "No space left on device: 'a'"),
         (StoppedError("rank 1: gone", 1), "rank 1: gone"),
         (ValueError(), "ValueError: no reason given"),
         (KeyError("x"), "KeyError: 'x'"),

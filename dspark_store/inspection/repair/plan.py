@@ -9,7 +9,7 @@ from functools import partial
 from dspark_store.format.arrays import DIGEST_BYTES, array_keys, object_limit
 from dspark_store.format.damage import Part, Problem
 from dspark_store.format.ledger import state_ledger
-from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, node_key
+from dspark_store.format.metadata import COPY_KEY, ROOT_KEY, no_store, node_key
 from dspark_store.format.schema import COLUMNS, EMBED, HEAD, HEAD_BIAS
 from dspark_store.format.storage import LocalStorage, Storage
 from dspark_store.inspection.repair.evidence import mend_ledgers, mend_status, mend_token_index, mend_token_phase
@@ -28,7 +28,7 @@ _WAIT = "wait for it, or end it"
 
 def _refuse_no_store(storage: LocalStorage) -> None:
     if not any(storage.exists(key) for key in (ROOT_KEY, COPY_KEY, *(node_key(column) for column in COLUMNS))):
-        raise FileNotFoundError(f"{storage} holds no dspark-store: there is neither {ROOT_KEY} nor an array of one")
+        raise FileNotFoundError(f"{no_store(storage)}: there is neither {ROOT_KEY} nor an array of one")
 
 
 def repair(root: str, workers: Workers, *, dry_run: bool = False, watch_seconds: float = STALE_SECONDS) -> RepairState:

@@ -162,7 +162,9 @@ def _curve(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> No
 
 def _logarithmic(axes: Axes, names: str) -> None:
     """Make axes logarithmic, with a few plain numbers on them however short they are."""
-    axes.set(**{f"{name}scale": "log" for name in names})
+    for name in names:
+        label = getattr(axes, f"get_{name}label")()
+        axes.set(**{f"{name}scale": "log", f"{name}label": f"{label}, logarithmic" if label else "logarithmic"})
     for axis in (getattr(axes, f"{name}axis") for name in names):
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < low * 10**_DECADES else (1,), numticks=6))

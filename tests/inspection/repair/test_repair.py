@@ -388,7 +388,9 @@ def test_a_root_that_is_lost_with_its_copy_is_beyond_repair(store, capsys):
 
 def test_a_folder_without_a_store_is_a_mistake(tmp_path, capsys):
     assert main(["repair", str(tmp_path / "none")]) == 2
-    assert "holds no dspark-store" in capsys.readouterr().err
+    assert f"error: there is no directory {tmp_path / 'none'}: " in capsys.readouterr().err
+    assert main(["repair", str(tmp_path)]) == 2
+    assert f"error: {tmp_path} holds no dspark-store: " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
