@@ -1,7 +1,8 @@
 """dspark-store: a columnar store, on Zarr v3, for what a frozen language model computes over a corpus.
 
-`open_cache` reads a store, ``dspark-store precompute`` writes one. The other names are those of NeMo
-Automodel's DSpark offline cache, so that a script written for it runs with its import line changed.
+`open_cache` opens a store for reading and `CacheLoader` gives batches of it for training; ``dspark-store precompute``
+writes one, and `create_store` takes states from any engine. Most other names are those of NeMo Automodel's DSpark
+offline cache, so that a script written for it runs with its import line changed.
 """
 
 from __future__ import annotations

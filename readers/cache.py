@@ -6,7 +6,8 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from html import escape
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -37,6 +38,9 @@ from dspark_store.readers.threads import DEFAULT_THREADS
 
 if TYPE_CHECKING:
     import dask.array as da
+    import xarray as xr
+
+    from dspark_store.readers.lazy import DraftVocabulary
 
 
 def open_cache(
@@ -106,6 +110,8 @@ def _refuse_incomplete(record: StoreRecord, storage: Storage) -> None:
 class Cache:
     """A store's samples: ``len(cache)``, ``cache[i]``, and `read` for batches. Picklable: it travels as its path.
 
+    ``cache[0:3]`` and ``cache[[1, 2]]`` are `read` of those rows; ``with open_cache(...) as cache`` closes it.
+
     A sample has four keys: ``input_ids`` and ``loss_mask``, (S,) int64; ``target_hidden_states``, (S, K*H), and
     ``target_last_hidden_states``, (S, H), in the cache dtype. Positions at or past the sample's length hold the pad
     token id, 0 and zeros.
@@ -154,6 +160,22 @@ class Cache:
     def __repr__(self) -> str:
         return f"Cache({self.storage!r}, samples={len(self)}, layers={list(self.layer_ids)})"
 
+    def _repr_html_(self) -> str:
+        rows = {
+            "store": self.storage,
+            "samples": f"{len(self):,} of at most {self.schema.seq_length:,} tokens",
+            "layers": ", ".join(map(str, self.layer_ids)),
+            "states": f"{self.schema.dtype.name}, {self.schema.hidden_size:,} wide",
+            "complete": "yes" if self.record.complete else "no",
+        }
+        return f"<table>{''.join(f'<tr><th>{name}<td>{escape(str(value))}' for name, value in rows.items())}</table>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def can_train(self) -> bool:
         """Whether all of its samples have states, so that a loader may give them."""
@@ -185,7 +207,11 @@ class Cache:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The captured layers, in slot order."""
+        """The captured layers, in slot order.
+
+        Id i is the output of decoder layer i, ``hidden_states[i + 1]`` of transformers: -1 is the embedding, and the
+        last layer comes after the final norm. `convert_layer_ids` knows how engines count.
+        """
         return self.schema.layer_ids
 
     @property
@@ -242,12 +268,40 @@ class Cache:
 
         return dask_column(self, column)
 
+    def xarray(self) -> xr.Dataset:
+        """Return the columns decoded, labelled and lazy; see `labelled_columns`."""
+        from dspark_store.readers.lazy import labelled_columns
+
+        return labelled_columns(self)
+
+    def token_counts(self, *, supervised: bool = False) -> np.ndarray:
+        """Return how often each token id occurs, (V,) int64, in all tokens or in supervised ones; reads no states."""
+        from dspark_store.readers.lazy import token_counts
+
+        return token_counts(self, supervised=supervised)
+
+    def draft_vocabulary(self, size: int) -> DraftVocabulary:
+        """Return the ``size`` ids that are supervised most often, as a draft's vocabulary; see `DraftVocabulary`.
+
+        ValueError when ``size`` is not between 1 and V.
+        """
+        from dspark_store.readers.lazy import draft_vocabulary
+
+        return draft_vocabulary(self, size)
+
     def __len__(self) -> int:
         return self.schema.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one sample, padded to S; negative indices count from the end, IndexError past either end."""
-        batch = self.read([index])
+    def __getitem__(self, index: SupportsIndex | slice | Iterable[SupportsIndex]) -> dict[str, torch.Tensor]:
+        """Return one sample, padded to S; of a slice or several indices the batch that `read` gives.
+
+        Negative indices count from the end, IndexError past either end.
+        """
+        if isinstance(index, slice):
+            return self.read(range(len(self))[index])
+        if isinstance(index, Iterable) and getattr(index, "ndim", 1) != 0:  # a tensor of one number is iterable too
+            return self.read(index)
+        batch = self.read([cast("SupportsIndex", index)])
         return {name: values[0] for name, values in batch.items()}
 
     def read(

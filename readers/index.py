@@ -157,6 +157,10 @@ class TargetWeights:
     head: torch.Tensor
     bias: torch.Tensor | None
 
+    def __repr__(self) -> str:
+        (rows, width), bias = self.embed.shape, "no" if self.bias is None else "a"
+        return f"TargetWeights(embed and head ({rows}, {width}) {self.embed.dtype}, {bias} bias)"
+
 
 def read_weights(storage: Storage, record: StoreRecord) -> TargetWeights:
     """Read and check the target's embedding and head.

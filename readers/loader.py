@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Self
@@ -12,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from dspark_store.format.schema import COLUMNS
-from dspark_store.readers.cache import Cache
+from dspark_store.readers.cache import Cache, open_cache
 from dspark_store.readers.epoch import (
     BatchRequest,
     Epoch,
@@ -43,6 +45,7 @@ from dspark_store.readers.threads import Ahead, Pending, Prefetcher
 type Batch = dict[str, torch.Tensor]
 
 DEFAULT_PREFETCH_BYTES = 512 * 1024 * 1024
+_AS_IT_IS = "iterate the loader itself or write DataLoader(loader, batch_size=None)"
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +58,7 @@ class CacheLoader(IterableDataset[Batch]):
     number of batches; the position is exact to the batch, see `state_dict`.
 
     Args:
-        cache: a complete store.
+        cache: a complete store, or its path.
         batch_size: rows per batch and rank.
         shuffle: False for the order of the store.
         seed: 0 to 2^64 - 1; with the epoch it decides the order.
@@ -74,7 +77,7 @@ class CacheLoader(IterableDataset[Batch]):
             ``device`` codes are copied there in any case, and multiplied there.
         min_supervised: samples with fewer supervised tokens are left out, as those with non-finite states are; the log
             counts them.
-        split: "train" or "validation": one side of a split by content.
+        split: "train" or "validation": one side of a split by content; needs ``validation_fraction``.
         validation_fraction: the part of the samples that is for validation, the same ones however the corpus grows.
         split_seed: chooses which ones.
         sources: names of the blend's sources to load from; None for all.
@@ -93,7 +96,7 @@ class CacheLoader(IterableDataset[Batch]):
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Cache | str | os.PathLike[str],
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -128,6 +131,8 @@ class CacheLoader(IterableDataset[Batch]):
             raise ValueError("packed rows are read whole: positions cannot be given with shape 'packed'")
         if split is None and validation_fraction:
             raise ValueError(f"validation_fraction {validation_fraction} needs split='train' or split='validation'")
+        if isinstance(cache, str | os.PathLike):
+            cache = open_cache(cache)
         if not cache.can_train:
             raise ValueError(f"store at {cache.storage} is incomplete: finish it before training from it")
         self.cache = cache
@@ -161,6 +166,8 @@ class CacheLoader(IterableDataset[Batch]):
         self._memory = BatchMemory(schema, self._columns, len(self._slots), layout, dtype)
         self._prefetch_bytes = prefetch_bytes
         sides = None if split is None else Split(split, validation_fraction, split_seed)
+        if sides is not None and not validation_fraction:
+            raise ValueError(f"split={split!r} needs a validation_fraction above 0, the part that is for validation")
         self._samples = choose_samples(cache, min_supervised=min_supervised, split=sides, sources=sources)
         self._stream = self._planner.digest(self._samples)
         self._steps_done = 0
@@ -170,6 +177,16 @@ class CacheLoader(IterableDataset[Batch]):
         repeated = self._planner.batches(len(self._samples)).repeated
         if repeated and shape != "packed":
             _log.info("an epoch repeats %d samples to fill its last batch on every rank", repeated)
+
+    def __repr__(self) -> str:
+        rank = f"rank={self.dp_rank} of {self.dp_size}"
+        return f"CacheLoader({self.cache!r}, batch_size={self.batch_size}, samples={len(self._samples)}, {rank})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def samples(self) -> np.ndarray:
@@ -247,7 +264,10 @@ class CacheLoader(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
-            raise ValueError("a CacheLoader reads ahead in threads of its own: use it with num_workers=0")
+            raise ValueError(f"a CacheLoader reads ahead in threads of its own: use it with num_workers=0, {_AS_IT_IS}")
+        fetcher = sys._getframe(1).f_locals.get("self")  # a generator runs first in whoever takes its first batch
+        if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
+            raise ValueError(f"a CacheLoader gives batches already, do not batch them again: {_AS_IT_IS}")
         self._stop()
         if not self._resumed:
             self._steps_done = 0

@@ -42,6 +42,29 @@ def test_a_cache_knows_what_it_holds(cache: Cache) -> None:
     assert repr(cache).endswith("samples=7, layers=[2, -1, 5])")
 
 
+def test_slices_and_lists_are_batches_and_a_cache_is_a_context(built: BuiltStore) -> None:
+    with open_cache(built.path) as cache:
+        for index, rows in ((slice(0, 3), [0, 1, 2]), ([1, -1], [1, 6]), (np.array([2, 1]), [2, 1])):
+            assert all(torch.equal(values, cache.read(rows)[name]) for name, values in cache[index].items())
+        assert cache[np.int64(3)][IDS].tolist() == cache[torch.tensor(3)][IDS].tolist() == cache[3][IDS].tolist()
+        assert "<td>2, -1, 5" in cache._repr_html_()
+        assert len(repr(cache.weights())) < 100
+
+
+def test_counts_of_tokens_are_those_of_the_columns_and_make_a_draft_vocabulary(built: BuiltStore, cache: Cache) -> None:
+    batch = cache.read(range(len(cache)), columns=(IDS, MASK))
+    spoken, count = batch[IDS][batch[MASK] > 0], int(cache.lengths.sum())
+    counts = cache.token_counts(supervised=True)
+    assert counts.tolist() == np.bincount(spoken.numpy(), minlength=len(counts)).tolist()
+    assert cache.token_counts().sum() == count
+    d2t, t2d, coverage = cache.draft_vocabulary(3)
+    ids = torch.arange(3) + d2t
+    assert torch.equal(t2d.nonzero().flatten(), ids)
+    assert coverage == pytest.approx(float(np.sort(counts)[-3:].sum()) / len(spoken))
+    with pytest.raises(ValueError, match=f"between 1 and the target's {len(counts)}, got 0"):
+        cache.draft_vocabulary(0)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8"])
 @pytest.mark.parametrize("codec", ["none", "fast", "default", "dense"])
 def test_every_sample_comes_back_bit_by_bit(dtype: str, codec: str, tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_xarray_opens_the_store_with_named_dimensions(cache: Cache) -> None:
         assert np.array_equal(dataset[MASK].isel(sample=[1]).to_numpy(), cache.read([1])[MASK].numpy())
 
 
+def test_labelled_columns_are_decoded_and_the_line_for_raw_bits_gives_the_same(store: BuiltStore, cache: Cache) -> None:
+    dataset = cache.xarray()
+    assert dict(dataset.sizes) == {"sample": 8, "position": 20, "layer": 3, "feature": 8}
+    assert dataset["length"].to_numpy().tolist() == list(LENGTHS)
+    layer = cache.layer_ids[1]
+    states = computed(dataset[LAYERS].sel(layer=layer).isel(sample=slice(2, 4)).data)
+    assert np.array_equal(states, as_numpy(cache.read([2, 3], layers=[layer])[LAYERS]))
+    if store.schema.dtype.name == "bf16":
+        raw = np.asarray(cache.zarr[LAST][1])  # type: ignore[index]  # an array
+        assert np.array_equal((raw.astype("uint32") << 16).view("float32"), as_numpy(cache[1][LAST]))
+
+
 def test_an_unknown_column_is_refused(cache: Cache) -> None:
     with pytest.raises(ValueError, match="column 'labels' is unknown; choose from input_ids"):
         cache.dask("labels")

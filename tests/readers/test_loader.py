@@ -265,6 +265,7 @@ def test_an_epoch_smaller_than_a_batch_says_so(many) -> None:
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank 2 is outside the 2 ranks"),
         ({"split": "test"}, "the side of a split is 'test'; choose from train, validation"),
         ({"validation_fraction": 0.1}, "needs split='train' or split='validation'"),
+        ({"split": "train"}, "split='train' needs a validation_fraction above 0"),
         ({"device": "meta"}, "copied to a CUDA device or stay on the CPU, got device 'meta'"),
     ],
 )

@@ -210,7 +210,7 @@ def test_when_no_sample_is_left_the_numbers_say_why(tmp_path: Path) -> None:
 
 def test_an_empty_side_of_a_split_is_refused(cache) -> None:
     with pytest.raises(ValueError, match="of the validation side of 11 samples, 0 are not good"):
-        loader_of(cache, 1, split="validation")
+        loader_of(cache, 1, split="validation", validation_fraction=1e-9)
 
 
 @settings(max_examples=20)

@@ -123,6 +123,17 @@ def test_a_loader_in_a_worker_process_says_that_it_needs_none(built: BuiltStore)
         next(iter(workers))
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}])
+def test_a_loader_whose_batches_would_be_batched_again_says_what_to_write(
+    options: dict[str, Any], built: BuiltStore
+) -> None:
+    with CacheLoader(built.path, 4, dp_rank=0, dp_size=1) as loader:
+        with pytest.raises(ValueError, match=r"write DataLoader\(loader, batch_size=None\)"):
+            next(iter(DataLoader(loader, **options)))
+        assert len(list(DataLoader(loader, collate_fn=lambda batches: batches[0]))) == len(loader)
+        assert repr(loader).startswith("CacheLoader(Cache(")
+
+
 def distributed_rank(rank: int, cache: Path, rendezvous: Path) -> tuple[list[list[list[tuple[int, ...]]]], list[str]]:
     """Run upstream's call on one of two ranks: the samples of every batch of two epochs, and what was logged."""
     logged: list[str] = []
