@@ -261,9 +261,8 @@ def _check_target_config(recorded: StoreRecord, own: StoreRecord, place: str) ->
 
 def _layer_ids(config: PrecomputeConfig, text: PretrainedConfig) -> list[int]:
     depth = int(text.num_hidden_layers)
-    if config.target_layer_ids:
-        return validate_target_layer_ids(config.target_layer_ids, depth)
-    return build_target_layer_ids(depth, config.draft_num_hidden_layers)
+    ids = config.target_layer_ids or build_target_layer_ids(depth, config.draft_num_hidden_layers)
+    return validate_target_layer_ids(ids, depth)
 
 
 def _written(source: SpecValue) -> str:

@@ -96,7 +96,13 @@ class PrecomputeConfig(ChatOptions):
     draft_num_hidden_layers: int = setting(
         "target", "layers to capture when --target-layer-ids is not given", 5, least=1
     )
-    target_layer_ids: tuple[int, ...] = setting("target", "layers to capture: -1 is the embedding", (), nargs="+")
+    target_layer_ids: tuple[int, ...] = setting(
+        "target",
+        "layers to capture: id i is hidden_states[i + 1] of transformers, the output of decoder layer i, the last one "
+        "after the final norm; -1 is the embedding; vLLM counts one more",
+        (),
+        nargs="+",
+    )
     chat_template: str | None = setting("data", "a chat template, inline Jinja or a file", None)
     target_force_hf: bool = setting(
         "target", "accepted for compatibility: every target loads through transformers", False

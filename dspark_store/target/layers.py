@@ -39,8 +39,8 @@ def build_target_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
 def validate_target_layer_ids(ids: Sequence[int], num_layers: int, *, explicit: bool = True) -> list[int]:
     """Return `ids` as a list of ints after checking them against a target of `num_layers` layers.
 
-    `explicit` says that a user chose the ids; only then is it worth a warning that SGLang has no capture point for -1
-    and `num_layers` - 1 and cannot serve a draft that reads them.
+    `explicit` says that a job is to capture them; only then is it worth a warning that SGLang has no capture point for
+    -1 and `num_layers` - 1 and cannot serve a draft that reads them.
 
     Raises ValueError when `ids` is empty, not strictly increasing, not of integers, or leaves [-1, num_layers - 1].
     """

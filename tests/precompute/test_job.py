@@ -70,6 +70,12 @@ def test_layer_ids_are_those_of_the_cut_target(job, capsys, no_target):
     assert "target_num_hidden_layers 5 is not valid" in refused(job("--target-num-hidden-layers", 5), capsys)
 
 
+@pytest.mark.parametrize(("flags", "warned"), [((), True), (("--target-layer-ids", 1, 2), False)])
+def test_layers_that_sglang_cannot_capture_are_warned_about_by_default_too(job, caplog, flags, warned):
+    plan_job(parse_arguments(job(*flags)))
+    assert ("SGLang cannot capture layer ids [3]" in caplog.text) is warned
+
+
 def test_positions_that_the_target_has_not_are_refused_before_it_is_loaded(tmp_path, job, capsys, no_target):
     target = save_target_dir(tmp_path / "gpt2", tiny_gpt2(n_positions=64))
     assert "seq-length 65 does not fit a gpt2 target" in refused(job("--seq-length", 65, target=target), capsys)
