@@ -1,1 +1,1 @@
-"""What the values of a store are like: one pass (`survey`) over it, as JSON (`report`) and as a `page`."""
+"""What the values of a store are like: one pass over it (`survey`, which gives JSON), and a `page`."""
