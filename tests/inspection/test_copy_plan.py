@@ -139,5 +139,7 @@ def test_a_disk_is_too_small_by_one_byte(monkeypatch, source):
     storage = LocalStorage(source)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 1000)
     refuse_small_disk(storage, 1000)
-    with pytest.raises(ValueError, match=r"about 1.00 KB are still to be written to .*, 1.00 KB are free"):
+    with pytest.raises(
+        ValueError, match=r"about 1.00 KB, embedding and head included, are still to be written to .*, 1.00 KB are free"
+    ):
         refuse_small_disk(storage, 1001)
