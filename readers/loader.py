@@ -265,7 +265,10 @@ class CacheLoader(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise ValueError(f"a CacheLoader reads ahead in threads of its own: use it with num_workers=0, {_AS_IT_IS}")
-        fetcher = sys._getframe(1).f_locals.get("self")  # a generator runs first in whoever takes its first batch
+        taker = sys._getframe(1)  # a generator runs first in whoever takes its first batch; torch looks for no method
+        torchs = taker.f_code.co_qualname == "_IterableDatasetFetcher.fetch"  # locals of other frames would be kept
+        fetcher = taker.f_locals["self"] if torchs else None
+        del taker
         if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
             raise ValueError(f"a CacheLoader gives batches already, do not batch them again: {_AS_IT_IS}")
         self._stop()

@@ -226,7 +226,7 @@ def test_a_store_that_was_begun_in_our_order_is_gone_on_with_in_it(begin, tmp_pa
     interrupted(own)
     assert "has its rows in our own order, and is gone on with in it" in parse_arguments(flags).notes[-1]
     assert main([*flags, "--order", "automodel"]) == 2
-    assert "'order': 'automodel'" in capsys.readouterr().err
+    assert "source.order: store None, this run 'automodel'" in capsys.readouterr().err
     assert main(flags) == 0
     cache = ds.open_cache(tmp_path / "store")
     assert len(cache) == 3
