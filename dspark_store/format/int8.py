@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from dspark_store.format.jsonvalue import JsonFields, JsonValue
@@ -198,12 +198,12 @@ def calibrate(rows: Sequence[torch.Tensor], hidden_size: int, aim: float) -> Lay
         return LayerScale(_UNSEEN, tuple(range(high_channels(hidden_size))), 0.0, 0.0)
     exact = values.float()
     norms = exact.norm(dim=-1)
-
     no_channels = torch.empty(0, dtype=torch.int64)
 
     def steps(offset: int) -> torch.Tensor:
         return _powers(torch.float32)[_exponents(values, offset, no_channels)[0] + 128, None]
 
+    @cache
     def error(offset: int) -> float:
         step = steps(offset)
         rounded = (exact / step).round_().mul_(step)

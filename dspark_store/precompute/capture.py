@@ -48,6 +48,11 @@ def missing_shards(storage: Storage, schema: StoreSchema) -> list[int]:
     return [shard for shard in range(schema.tokens.num_shards) if shard not in committed]
 
 
+def costly_first(costs: Mapping[int, int]) -> list[int]:
+    """Return shards by falling cost, equal ones by number: the last ones that workers take are then short."""
+    return sorted(costs, key=lambda shard: (-costs[shard], shard))
+
+
 def check_equality_class(storage: Storage, record: StoreRecord, own: str, *, allow: bool) -> None:
     """Raise ValueError when shards of the store were captured in another class, unless that is allowed."""
     others = {str(producer["equality_class"]) for producer in record.producers if "equality_class" in producer} - {own}

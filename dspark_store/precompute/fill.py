@@ -30,6 +30,7 @@ from dspark_store.precompute.capture import (
     CaptureSettings,
     capture_shards,
     check_equality_class,
+    costly_first,
     missing_shards,
     with_producer,
 )
@@ -177,7 +178,7 @@ def _shards_to_do(
     if workers == 1:
         return missing
     costs = {shard: forward_cost([lengths[row] for row in schema.tokens.rows(shard)], limit) for shard in missing}
-    return sorted(costs, key=lambda shard: (-costs[shard], shard))
+    return costly_first(costs)
 
 
 def _warn_of_few_shards(schema: StoreSchema, config: PrecomputeConfig, workers: int) -> None:

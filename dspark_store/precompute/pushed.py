@@ -22,7 +22,7 @@ from dspark_store.format.manifest import StoreRecord
 from dspark_store.format.metadata import write_metadata
 from dspark_store.format.storage import LocalStorage
 from dspark_store.format.token_shards import TokenRows, read_token_shard
-from dspark_store.precompute.capture import missing_shards
+from dspark_store.precompute.capture import costly_first, missing_shards
 from dspark_store.readers.index import StoreIndex
 from dspark_store.writers.lock import check_lock
 from dspark_store.writers.pipeline import EncodePipeline
@@ -104,7 +104,7 @@ class StoreWriter:
         costs = {shard: sum(self._lengths[row] for row in rows(shard)) for shard in self._todo}
         loads = [0] * workers
         mine: list[int] = []
-        for shard in sorted(costs, key=lambda shard: (-costs[shard], shard)):
+        for shard in costly_first(costs):
             least = loads.index(min(loads))
             loads[least] += costs[shard]
             mine += [shard] if least == worker else []

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dspark_store.cli.main import main
+from dspark_store.cli.terminal import MARKS
 from dspark_store.precompute import tokenise as tokenise_module
 from dspark_store.sources.chat import ChatSource
 from tests.precompute.jobs import arguments, interrupted, precompute, rule_1, write_rows
@@ -14,7 +15,7 @@ from tests.stores import build_store
 from tests.tiny import save_target_dir, write_chats
 
 FLAGS = ("--shuffle-seed", 7, "--split", "train[1:]", "--over-long", "split", "--mask-headers")
-NO_MARKS = str.maketrans("", "", "⟦⟧")
+NO_MARKS = str.maketrans("", "", "".join(MARKS))
 
 
 @pytest.fixture(scope="module")
