@@ -23,16 +23,17 @@ from dspark_store.compat.automodel import (
     write_shard,
     write_target_weights,
 )
-from dspark_store.format.jsonvalue import JsonValue, parse_json
+from dspark_store.format.dtypes import cache_dtype
+from dspark_store.format.jsonvalue import JsonFields, JsonValue, parse_json
 from dspark_store.format.metadata import has_store
-from dspark_store.format.schema import IDS, MASK
+from dspark_store.format.schema import IDS, MASK, MOST_IDS
 from dspark_store.format.storage import LocalStorage
 from dspark_store.writers.lock import StoreLock
 
 _MANIFEST, _WEIGHTS = "manifest.json", "target_weights.safetensors"
 _SHARD = re.compile(r"shard-(\d{6})\.safetensors")
-_NEEDED = {"target_model", "hidden_size", "num_hidden_layers", "seq_length", "dtype", "num_samples", "shard_size"}
-_NEEDED |= {"target_layer_ids", "target_vocab_size"}
+_COUNTS = ("hidden_size", "num_hidden_layers", "seq_length", "num_samples", "shard_size", "target_vocab_size")
+_NEEDED = ("target_model", "dtype", "target_layer_ids")
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -70,10 +71,7 @@ def find_cache(folder: str | PathLike[str]) -> FoundCache:
     place = Path(folder)
     if not (place / _MANIFEST).is_file():
         raise FileNotFoundError(f"{place} has no {_MANIFEST}: it is no cache of NeMo Automodel, the one that is known")
-    manifest = parse_json((place / _MANIFEST).read_bytes())
-    absent = sorted(_NEEDED - manifest.keys()) if isinstance(manifest, dict) else ["all that is needed"]
-    if not isinstance(manifest, dict) or absent:
-        raise ValueError(f"{place / _MANIFEST} is not that of a NeMo Automodel cache: it lacks {', '.join(absent)}")
+    manifest = _manifest(place / _MANIFEST)
     if manifest.get("format_version") != 1:
         raise ValueError(f"{place} has format_version {manifest.get('format_version')!r}, expected 1")
     if manifest.get("complete", True) is not True:
@@ -85,6 +83,23 @@ def find_cache(folder: str | PathLike[str]) -> FoundCache:
         lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
         raise ValueError(f"{place} says {len(wanted)} shards: missing {lacking[:5]}, extra {more[:5]}")
     return FoundCache(place, manifest, tuple(found[shard] for shard in wanted))
+
+
+def _manifest(path: Path) -> Mapping[str, JsonValue]:
+    """Read a cache's manifest; ValueError naming file and field where one that is needed is not as it must be."""
+    try:
+        fields = JsonFields.of(parse_json(path.read_bytes()), "it")
+        absent = sorted({*_COUNTS, *_NEEDED} - fields.fields.keys())
+        if absent:
+            raise ValueError(f"it lacks {', '.join(absent)}")
+        for name in _COUNTS:
+            fields.count(name, 1, MOST_IDS)
+        fields.counts("target_layer_ids", -1, MOST_IDS)
+        fields.text("target_model")
+        cache_dtype(fields.text("dtype"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not that of a NeMo Automodel cache: {error}") from error
+    return fields.fields
 
 
 def import_cache(

@@ -98,6 +98,16 @@ def test_padding_is_cut_off_where_its_id_is_given_and_nothing_that_is_supervised
         (lambda place: write_manifest(place, format_version=2), "format_version 2, expected 1"),
         (lambda place: (place / "manifest.json").write_text("{}"), "is not that of a NeMo Automodel cache"),
         (lambda place: (place / "manifest.json").unlink(), "has no manifest.json"),
+        (
+            lambda place: (place / "manifest.json").write_text("{"),
+            r"manifest\.json is not that of .*: Expecting property",
+        ),
+        (lambda place: (place / "manifest.json").write_text("[]"), r"manifest\.json is not that of .* an object"),
+        (lambda place: write_manifest(place, num_samples="5"), "num_samples.* is '5', expected a whole number"),
+        (lambda place: write_manifest(place, shard_size=0), "shard_size.* is 0, expected a whole number from 1"),
+        (lambda place: write_manifest(place, target_layer_ids="1 2"), "target_layer_ids.* is '1 2', expected a list"),
+        (lambda place: write_manifest(place, target_layer_ids=[-2]), "target_layer_ids.* is -2, expected a whole"),
+        (lambda place: write_manifest(place, dtype="q"), "dtype 'q' is not"),
         (lambda place: cut(place / "shard-000001.safetensors"), "shard-000001.safetensors is cut short"),
         (lambda place: save_file({}, place / "shard-000001.safetensors"), "shard-000001.safetensors is cut short"),
         (
